@@ -1,0 +1,241 @@
+"""Every setting of a run. Defaults are the Sol-RL paper's (arXiv 2604.06916, Table 7) unless a line says otherwise.
+
+Units end the names; counts start with ``num_``. Nothing is read from elsewhere and nothing changes after loading.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """Frozen settings; an unknown key is an error; the text under a field is its help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """The policy's weights."""
+
+    family: str = "flux"
+    """Model family: flux (others come with their adapters), or a dotted path `package.module:PolicyClass`."""
+    path: str = "tiny_flux"
+    """A local diffusers folder, a hub id, or the name of an embedded model (tiny_flux)."""
+    revision: str | None = None
+    """Hub revision; only for hub ids."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the frozen weights and of compute: auto is bfloat16 on a GPU and float32 on a CPU."""
+    height: int = Field(512, gt=0, multiple_of=8)
+    """Image height in pixels."""
+    width: int = Field(512, gt=0, multiple_of=8)
+    """Image width in pixels."""
+    max_text_tokens: int = Field(128, gt=0)
+    """Text tokens kept per prompt (FLUX: T5)."""
+    guidance: float = Field(1.0, ge=0)
+    """Value of the guidance embedding (FLUX.1-dev); 1.0 in rollout, loss and evaluation."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about 30 % more update time."""
+
+
+class LoraConfig(Section):
+    """The trained adapter."""
+
+    rank: int = Field(32, gt=0)
+    """Rank r of every adapted layer."""
+    alpha: float = Field(64, gt=0)
+    """Scale numerator: the adapter adds alpha / rank * B @ A."""
+    targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    """Layer names or suffixes, as peft matches them."""
+    dropout: Literal[0.0] = 0.0
+    """Always 0: with dropout the policy and its old copy would differ by chance."""
+
+
+class PromptsConfig(Section):
+    """Where prompts come from."""
+
+    train: str = "shapes_train"
+    """Text file, one prompt a line, or the name of an embedded list."""
+    heldout: str = "shapes_heldout"
+    """Prompts for evaluation only; none may be in the training list."""
+    per_step: int = Field(48, gt=0)
+    """Prompts (groups) drawn per step, without replacement within a pass over the list."""
+
+
+class RewardConfig(Section):
+    """What is maximised."""
+
+    name: str = "shapes"
+    """A reward of solrl_rewards, or a dotted path `package.module:Class`."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the reward."""
+    max_missing_share: float = Field(0.1, ge=0, le=1)
+    """The run stops when more than this share of a step's scores is missing."""
+
+
+class StageConfig(Section):
+    """How one stage draws samples."""
+
+    enabled: bool = True
+    """Whether the stage runs."""
+    group_size: int = Field(24, gt=0)
+    """Candidates per prompt."""
+    num_steps: int = Field(10, gt=0)
+    """Denoising steps."""
+    solver: Literal["euler", "dpm2"] = "dpm2"
+    """euler, or dpm2: DPM-Solver++(2M), one velocity a step."""
+
+
+class ExploreConfig(StageConfig):
+    """Stage 1: many cheap candidates; only the order of their proxy rewards is used.
+
+    Off (enabled = false): plain DiffusionNFT, regenerate.group_size samples per prompt.
+    """
+
+    group_size: int = Field(96, gt=0)
+    """Candidates explored per prompt, N."""
+    num_steps: int = Field(6, gt=0)
+    """Denoising steps of the explorer."""
+    precision: Literal["auto", "full", "emulated_nvfp4"] = "auto"
+    """Number format of the explorer: auto picks the cheapest that this machine runs natively, and says which."""
+    quantize: tuple[tuple[str, str], ...] | None = None
+    """Ordered (glob, nvfp4 | full) rules over layer names, first match wins; unset: the family's defaults."""
+    calibration_batches: int = Field(1, gt=0)
+    """Micro-batches of exploration from which the static activation scales are measured at the start."""
+
+
+class RegenerateConfig(StageConfig):
+    """Stage 2: the kept seeds drawn again in the policy's precision; only these are trained on.
+
+    Off (enabled = false): the explored samples themselves are trained on (naive scaling, or naive quantized training).
+    """
+
+    group_size: int = Field(24, gt=0)
+    """Candidates kept per prompt, K: the K/2 best and K/2 worst."""
+
+
+class TrainConfig(Section):
+    """The DiffusionNFT update."""
+
+    num_steps: int = Field(300, gt=0)
+    """Optimizer steps; one per round of exploration."""
+    learning_rate: float = Field(3e-4, gt=0)
+    """AdamW learning rate, constant."""
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW moment decays."""
+    adam_eps: float = Field(1e-8, gt=0)
+    """AdamW epsilon."""
+    weight_decay: float = Field(1e-4, ge=0)
+    """AdamW weight decay."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are clipped to this global norm."""
+    timestep_fraction: float = Field(0.6, gt=0, le=1)
+    """Share of the rollout grid's sigmas trained per sample, without replacement."""
+    beta: float = Field(1.0, gt=0)
+    """DiffusionNFT guidance strength: v+ = beta v + (1 - beta) v_old."""
+    kl_weight: float = Field(1e-4, ge=0)
+    """Weight of the mean squared velocity distance to the adapter-free model; 0 skips its forward pass."""
+    advantage_clip: float = Field(5.0, gt=0)
+    """Advantages are clipped to plus or minus this."""
+    advantage_std: Literal["global", "group"] = "global"
+    """Spread that advantages are divided by: of all rewards of the step (reference code) or of the group (paper Eq. 3)."""
+    old_decay_rate: float = Field(0.001, ge=0)
+    """old_policy <- d old_policy + (1 - d) policy with d = min(rate * step, cap)."""
+    old_decay_cap: float = Field(0.5, ge=0, lt=1)
+    """Cap of that decay."""
+    ema_decay: float = Field(0.9, ge=0, lt=1)
+    """Cap of the weight average used for evaluation and export: min((1 + step) / (10 + step), this)."""
+
+
+class BatchConfig(Section):
+    """Fixed shapes. Results depend on them, never on the number of processes."""
+
+    rollout: int = Field(24, gt=0)
+    """Samples a velocity call draws at once, in both stages; short batches are padded."""
+    train: int = Field(12, gt=0)
+    """Samples a training micro-batch holds; must divide `rollout`."""
+    decode: int = Field(24, gt=0)
+    """Samples decoded at once."""
+
+
+class EvaluateConfig(Section):
+    """Held-out evaluation of the averaged weights (EMA)."""
+
+    every_steps: int = Field(20, ge=0)
+    """Steps between evaluations; always before the first and after the last step as well. 0: only those two."""
+    images_per_prompt: int = Field(4, gt=0)
+    """Fixed seeds per held-out prompt."""
+    num_prompts: int = Field(64, gt=0)
+    """Held-out prompts used, from the top of the list."""
+    num_steps: int = Field(28, gt=0)
+    """Denoising steps."""
+    solver: Literal["euler", "dpm2"] = "euler"
+    """Solver of the evaluation, whatever the rollouts use."""
+    rewards: tuple[str, ...] = ()
+    """Further rewards measured beside the trained one; they never influence training."""
+    seed: int = Field(1234, ge=0)
+    """Seed of the evaluation noise, independent of the run's."""
+
+
+class OutputConfig(Section):
+    """The run folder and what is written to it."""
+
+    dir: Path = Path("runs/tiny_flux")
+    """Run folder; must not hold a run unless `--resume`."""
+    checkpoint_every_steps: int = Field(20, gt=0)
+    """Steps between checkpoints; the last three and the best are kept."""
+    audit_every_steps: int = Field(10, ge=0)
+    """Steps between audits that regenerate one whole group for fidelity/full_*; 0 turns them off."""
+    grid_every_steps: int = Field(20, ge=0)
+    """Steps between image grids on fixed seeds; 0: only the first and the last."""
+    trackers: tuple[str, ...] = ()
+    """accelerate trackers fed beside metrics.jsonl: tensorboard, wandb, trackio, ..."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    seed: int = Field(0, ge=0)
+    """Run seed: every random draw follows from it."""
+    deterministic: bool = True
+    """On a GPU use deterministic kernels, so that equal settings give equal bits; a CPU always does."""
+    model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
+    prompts: PromptsConfig = PromptsConfig()
+    reward: RewardConfig = RewardConfig()
+    explore: ExploreConfig = ExploreConfig()
+    regenerate: RegenerateConfig = RegenerateConfig()
+    train: TrainConfig = TrainConfig()
+    batch: BatchConfig = BatchConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    output: OutputConfig = OutputConfig()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        keep, pool = self.regenerate.group_size, self.explore.group_size
+        if keep % 2:
+            raise ValueError(f"regenerate.group_size must be even (half best, half worst), got {keep}")
+        if self.explore.enabled and keep > pool:
+            raise ValueError(f"regenerate.group_size ({keep}) must be at most explore.group_size ({pool})")
+        if not (self.explore.enabled or self.regenerate.enabled):
+            raise ValueError("explore.enabled and regenerate.enabled are both false: nothing would be drawn")
+        if self.batch.rollout % self.batch.train:
+            raise ValueError(f"batch.train ({self.batch.train}) must divide batch.rollout ({self.batch.rollout})")
+        if self.num_train_timesteps < 1:
+            raise ValueError(
+                f"train.timestep_fraction ({self.train.timestep_fraction}) of {self.train_stage.num_steps} steps "
+                "trains no timestep; raise it"
+            )
+        return self
+
+    @property
+    def train_stage(self) -> StageConfig:
+        """The stage whose samples are trained on."""
+        return self.regenerate if self.regenerate.enabled else self.explore
+
+    @property
+    def num_train_timesteps(self) -> int:
+        """T = int(num_steps * timestep_fraction), as the reference code counts."""
+        return int(self.train_stage.num_steps * self.train.timestep_fraction + 1e-9)

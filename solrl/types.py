@@ -1,0 +1,123 @@
+"""What the parts of solrl hand to each other.
+
+Letters used for shapes everywhere: G groups (prompts), N candidates explored per group, K candidates kept per group,
+B samples in a micro-batch, T trained timesteps per sample, C/H/W image channels, height, width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+Seeds: TypeAlias = list[list[int]]
+"""One 128-bit seed per candidate: ``seeds[group][candidate]``."""
+
+VelocityFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(latents [B, ...], sigma [B]) -> velocity [B, ...]."""
+
+
+class SolrlError(Exception):
+    """A mistake or failure the user can act on: one line that names the thing and the remedy. Exit code 1."""
+
+
+class UsageError(SolrlError):
+    """A setting or command that cannot work; raised before any model loads. Exit code 2."""
+
+
+class Interrupted(SolrlError):
+    """The run was asked to stop by a signal; everything is saved. Exit code 3."""
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """Encoded prompts, one row a prompt. What a family does not use is None."""
+
+    embeds: Tensor  # [B, tokens, width]
+    pooled: Tensor | None = None  # [B, width]
+    mask: Tensor | None = None  # [B, tokens], 1 = a real token
+
+    def rows(self, index: Sequence[int] | Tensor) -> Conditioning:
+        """The rows named by ``index``, in its order; repeats are allowed."""
+        picked = torch.as_tensor(index, device=self.embeds.device)
+        return Conditioning(*(None if t is None else t[picked] for t in (self.embeds, self.pooled, self.mask)))  # type: ignore[arg-type]
+
+    def to(self, device: torch.device) -> Conditioning:
+        """The same rows on ``device``."""
+        return Conditioning(*(None if t is None else t.to(device) for t in (self.embeds, self.pooled, self.mask)))  # type: ignore[arg-type]
+
+
+class Policy(nn.Module, ABC):
+    """A flow-matching text-to-image model: velocity = noise - clean, sigma in [0, 1], 1 = noise.
+
+    ``transformer`` may carry adapters; text encoders and the decoder are frozen and never adapted.
+    """
+
+    transformer: nn.Module
+    latent_shape: tuple[int, ...]
+    """Shape of one sample's latents as the transformer takes them, without the batch dimension."""
+
+    @abstractmethod
+    def encode(self, prompts: Sequence[str]) -> Conditioning:
+        """Prompts -> conditioning, one row a prompt. No gradient."""
+
+    @abstractmethod
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        """latents [B, ...], sigma [B] -> velocity [B, ...] in the latents' shape."""
+
+    @abstractmethod
+    def decode(self, latents: Tensor) -> Tensor:
+        """Clean latents [B, ...] -> images [B, 3, H, W], float32 in [0, 1]. No gradient."""
+
+    @abstractmethod
+    def sigmas(self, num_steps: int) -> Tensor:
+        """The family's sampling grid: float64 [num_steps + 1], falling from 1 to 0."""
+
+    @abstractmethod
+    def sibling(self, transformer: nn.Module) -> Self:
+        """The same policy around another transformer; encoders and decoder are shared, not copied."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the transformer's parameters live."""
+        return next(self.transformer.parameters()).device
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """A scorer of images. It raises when it cannot score; it never makes a value up.
+
+    A candidate it cannot judge (an unreadable reply of a generative judge, say) is *missing*: return the pair
+    ``(values, is_present)`` with ``is_present`` a bool tensor [B]. NaN and inf are failures, never "missing".
+    """
+
+    name: str
+    range: tuple[float, float]
+    description: str
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor | tuple[Tensor, Tensor]:
+        """images [B, 3, H, W] float in [0, 1] and B prompts -> float tensor [B]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """One micro-batch of finished samples, padding removed."""
+
+    index: Tensor  # [b] int64 on the CPU: flat position (group * candidates + candidate) of each sample
+    prompts: list[str]  # b prompts
+    clean: Tensor  # [b, ...] float32, the sampler's last latents
+    images: Tensor  # [b, 3, H, W] float32 in [0, 1]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of a whole stage, equal on every rank."""
+
+    values: Tensor  # [G, N] float64 on the CPU; 0 where missing
+    present: Tensor  # [G, N] bool on the CPU
+    clean: dict[int, Tensor]  # flat position -> clean latents, only of the samples this rank drew
