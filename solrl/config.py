@@ -201,6 +201,8 @@ class Config(Section):
     """Run seed: every random draw follows from it."""
     deterministic: bool = True
     """On a GPU use deterministic kernels, so that equal settings give equal bits; a CPU always does."""
+    cpu_threads: int = Field(1, gt=0)
+    """Threads of a process on a CPU; results are bit-equal only for equal values. Use processes to fill cores."""
     model: ModelConfig = ModelConfig()
     lora: LoraConfig = LoraConfig()
     prompts: PromptsConfig = PromptsConfig()

@@ -105,6 +105,15 @@ class Reward(Protocol):
 
 
 @dataclass(frozen=True)
+class LoraPair:
+    """One layer's adapter: the layer's weight becomes W + scale * b @ a."""
+
+    a: Tensor  # [rank, in] float32
+    b: Tensor  # [out, rank] float32
+    scale: float
+
+
+@dataclass(frozen=True)
 class Rollouts:
     """One micro-batch of finished samples, padding removed."""
 

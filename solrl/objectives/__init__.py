@@ -1,0 +1,1 @@
+"""Training objectives: tensors in, loss terms out."""
