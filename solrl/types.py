@@ -14,23 +14,15 @@ from typing import Protocol, Self, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from solrl.errors import Interrupted as Interrupted
+from solrl.errors import SolrlError as SolrlError
+from solrl.errors import UsageError as UsageError
+
 Seeds: TypeAlias = list[list[int]]
 """One 128-bit seed per candidate: ``seeds[group][candidate]``."""
 
 VelocityFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(latents [B, ...], sigma [B]) -> velocity [B, ...]."""
-
-
-class SolrlError(Exception):
-    """A mistake or failure the user can act on: one line that names the thing and the remedy. Exit code 1."""
-
-
-class UsageError(SolrlError):
-    """A setting or command that cannot work; raised before any model loads. Exit code 2."""
-
-
-class Interrupted(SolrlError):
-    """The run was asked to stop by a signal; everything is saved. Exit code 3."""
 
 
 @dataclass(frozen=True)
