@@ -55,7 +55,7 @@ def sd3_sigmas(num_steps: int, shift: float = 3.0) -> Tensor:
 
 def sana_sigmas(num_steps: int) -> Tensor:
     """SANA's unshifted grid [num_steps + 1], rounded to bfloat16 as the reference draws it."""
-    return torch.linspace(1, 0, num_steps + 1, dtype=torch.bfloat16).double()
+    return torch.linspace(1, 0, num_steps + 1, dtype=torch.float64).bfloat16().double()
 
 
 def _shift(sigmas: Tensor, shift: float) -> Tensor:

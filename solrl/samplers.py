@@ -64,7 +64,7 @@ def dpm2_coefficients(sigmas: Tensor) -> list[tuple[float, float, float]]:
     for i in range(len(s) - 1):
         ratio = s[i + 1] / s[i]
         extrapolation = 0.0
-        if i >= 2 and s[i + 1] > 0:
+        if i >= 1 and s[i - 1] < 1 and s[i + 1] > 0:
             extrapolation = 0.5 * (_lambda(s[i + 1]) - _lambda(s[i])) / (_lambda(s[i]) - _lambda(s[i - 1]))
         rows.append((ratio, (1 - ratio) * (1 + extrapolation), -(1 - ratio) * extrapolation))
     return rows

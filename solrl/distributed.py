@@ -1,0 +1,96 @@
+"""The process group of a run: who am I, and sums that do not depend on how work was split.
+
+Launchers (accelerate, torchrun) set the environment; accelerate's PartialState opens the group. Everything that has to
+be bit-equal for any number of processes is summed either over disjoint supports (each element comes from one rank, the
+rest add zero) or in 64-bit fixed point, where addition is associative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from solrl.types import SolrlError
+
+FIXED_POINT_BITS = 48
+"""Fraction bits of OrderFreeSum: a resolution of 3.6e-15 and sums up to 32768."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes files."""
+        return self.rank == 0
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Replace ``tensor`` by its sum over all ranks, on whatever device it lives, and return it."""
+        if self.size > 1:
+            there = tensor if self.device.type == "cpu" else tensor.to(self.device)
+            dist.all_reduce(there)
+            if there is not tensor:
+                tensor.copy_(there)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.size > 1:
+            dist.barrier()
+
+
+@contextmanager
+def start(cpu_threads: int, deterministic: bool) -> Iterator[World]:
+    """Join the launcher's process group (or be alone), and leave it at the end."""
+    from accelerate import PartialState
+
+    state = PartialState()
+    if state.device.type == "cpu":
+        torch.set_num_threads(cpu_threads)
+    elif deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    try:
+        yield World(state.process_index, state.num_processes, state.device)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        PartialState._reset_state()
+
+
+class OrderFreeSum:
+    """Sums float tensors exactly enough and in any order with the same bits: 64-bit fixed point.
+
+    Floating-point addition depends on its order, so gradients reduced over ranks would depend on the number of ranks.
+    Rounding each addend once to 2^-48 and adding integers does not. ``num_addends`` bounds how often ``add`` will be
+    called in all, over all ranks.
+    """
+
+    def __init__(self, numel: int, num_addends: int, device: torch.device) -> None:
+        self.total = torch.zeros(numel, dtype=torch.int64, device=device)
+        self.limit = 2.0 ** (62 - FIXED_POINT_BITS) / max(num_addends, 1)
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Add the tensors, flattened one after the other. Raises SolrlError where a value is not finite or too large."""
+        flat = torch.cat([t.detach().reshape(-1) for t in tensors])
+        largest = float(flat.abs().max())
+        if not largest < self.limit:
+            raise SolrlError(
+                f"the largest gradient of a micro-batch is {largest:.3g}: training has diverged; "
+                "resume from an earlier checkpoint with a lower train.learning_rate"
+            )
+        self.total += (flat.double() * 2.0**FIXED_POINT_BITS).round_().long()
+
+    def result(self, world: World) -> Tensor:
+        """The sum over all ranks, float64."""
+        return world.sum_(self.total).double() * 2.0**-FIXED_POINT_BITS

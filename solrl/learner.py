@@ -1,0 +1,188 @@
+"""The update: gradients of the objective over fixed micro-batches, one optimizer step, then the two averages.
+
+The loss is a sum over (sample, timestep) pairs divided by their global number. Each micro-batch's gradient goes into a
+64-bit fixed-point sum, so the total has the same bits however micro-batches are spread over processes, and a rank
+without any still joins the one reduction of the step. There is no DDP wrapper. Adapter weights are float32 masters;
+compute runs in the policy's dtype inside ``compute_autocast``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from solrl.config import Config
+from solrl.distributed import OrderFreeSum, World
+from solrl.flow import noised
+from solrl.groups import derive_seed, generator, noise
+from solrl.models.base import adapter, lora_parameters, lora_state
+from solrl.objectives.nft import nft_loss
+from solrl.types import Conditioning, LoraPair, Policy, SolrlError
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """The samples of one update, numbered 0 .. len(seeds) - 1 in the same order on every rank."""
+
+    seeds: list[int]  # each sample's latent seed
+    groups: list[int]  # each sample's row of ``conditioning``
+    advantages: Tensor  # [samples] float32
+    clean: dict[int, Tensor]  # sample number -> clean latents; at least those of this rank's micro-batches
+    conditioning: Conditioning
+
+
+class Learner:
+    """Owns the adapters' optimizer and averages. ``step`` counts optimizer steps done."""
+
+    def __init__(self, policy: Policy, config: Config) -> None:
+        self.policy, self.config = policy, config
+        self.layers = list(lora_state(policy.transformer, "default"))
+        self.parameters = lora_parameters(policy.transformer, "default")
+        self.old_parameters = lora_parameters(policy.transformer, "old")
+        self.ema_parameters = [p.detach().clone() for p in self.parameters]
+        train = config.train
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, train.learning_rate, train.adam_betas, train.adam_eps, train.weight_decay
+        )
+        for parameter in self.parameters:  # so that a checkpoint has the same tensors from step 0 on
+            self.optimizer.state[parameter] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        self.step = 0
+
+    @property
+    def ema(self) -> dict[str, LoraPair]:
+        """The averaged adapter, for evaluation and export; never for rollouts."""
+        scale = self.config.lora.alpha / self.config.lora.rank
+        pairs = zip(self.ema_parameters[::2], self.ema_parameters[1::2], strict=True)
+        return {name: LoraPair(a, b, scale) for name, (a, b) in zip(self.layers, pairs, strict=True)}
+
+    def update(self, data: TrainingSet, world: World, stop: Callable[[], None]) -> dict[str, float]:
+        """Take one optimizer step on ``data`` and advance old_policy and EMA; the metrics are equal on all ranks."""
+        size = self.config.batch.train
+        num_batches = -(-len(data.seeds) // size)
+        total = OrderFreeSum(sum(p.numel() for p in self.parameters) + 3, num_batches, world.device)
+        for number in range(num_batches):
+            if (number * size) // self.config.batch.rollout % world.size == world.rank:
+                stop()
+                losses = self._accumulate(data, range(number * size, min((number + 1) * size, len(data.seeds))))
+                total.add([*(p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters), losses])
+                self.optimizer.zero_grad()
+        summed = total.result(world)
+        gradient, losses = summed[:-3].float(), summed[-3:].tolist()
+        for parameter, part in zip(self.parameters, gradient.split([p.numel() for p in self.parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.train.max_grad_norm, error_if_nonfinite=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        self._average()
+        return {
+            "loss/policy": losses[0],
+            "loss/kl": losses[1],
+            "grad_norm": float(norm),
+            "health/velocity_old_distance": losses[2],
+            "health/old_distance": _distance(self.parameters, self.old_parameters),
+        }
+
+    def _accumulate(self, data: TrainingSet, samples: range) -> Tensor:
+        """Add one micro-batch's gradient to ``.grad``; return its share of (policy loss, kl, velocity distance) [3]."""
+        train, device = self.config.train, self.policy.device
+        padding = self.config.batch.train - len(samples)
+        numbers = [*samples] + [samples[-1]] * padding
+        weight = torch.tensor([1.0] * len(samples) + [0.0] * padding, device=device)
+        weight /= len(data.seeds) * self.config.num_train_timesteps
+        clean = torch.stack([data.clean[i] for i in numbers])
+        conditioning = data.conditioning.rows([data.groups[i] for i in numbers])
+        advantages = data.advantages[numbers].to(device)
+        seeds = [data.seeds[i] for i in numbers]
+        sigmas = self._train_sigmas(seeds).to(device)
+        sums = torch.zeros(3, device=device)
+        for t in range(self.config.num_train_timesteps):
+            sigma = sigmas[:, t]
+            fresh = noise([derive_seed(seed, f"train/{t}") for seed in seeds], self.policy.latent_shape).to(device)
+            latents = noised(clean, fresh, sigma)
+            old, reference, velocity = self._velocities(latents, sigma, conditioning)
+            policy, kl = nft_loss(
+                velocity, old, latents, clean, sigma, advantages,
+                reference_velocity=reference, beta=train.beta, advantage_clip=train.advantage_clip,
+            )  # fmt: skip
+            ((policy + train.kl_weight * kl) * weight).sum().backward()
+            distance = (velocity.detach() - old).square().flatten(1).mean(1)
+            sums += torch.stack([(policy.detach() * weight).sum(), (kl.detach() * weight).sum(), distance @ weight])
+        return sums
+
+    def _velocities(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> tuple[Tensor, ...]:
+        """(old_policy's velocity, the reference's or None, the policy's with gradient)."""
+        transformer = self.policy.transformer
+        with compute_autocast(self.policy):
+            with torch.no_grad(), adapter(transformer, "old"):
+                old = self.policy.velocity(latents, sigma, conditioning)
+            reference = None
+            if self.config.train.kl_weight > 0:
+                with torch.no_grad(), adapter(transformer, None):
+                    reference = self.policy.velocity(latents, sigma, conditioning)
+            return old, reference, self.policy.velocity(latents, sigma, conditioning)  # type: ignore[return-value]
+
+    def _train_sigmas(self, seeds: list[int]) -> Tensor:
+        """[B, T] float32: per sample T different sigmas of the rollout grid, 1 included and 0 not."""
+        grid = self.policy.sigmas(self.config.train_stage.num_steps)[:-1].float()
+        picks = [generator(derive_seed(seed, "sigmas")).permutation(len(grid)) for seed in seeds]
+        return torch.stack([grid[torch.from_numpy(p[: self.config.num_train_timesteps])] for p in picks])
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        train = self.config.train
+        decay = min(train.old_decay_rate * self.step, train.old_decay_cap)
+        torch._foreach_lerp_(self.old_parameters, self.parameters, 1 - decay)
+        decay = min((1 + self.step) / (10 + self.step), train.ema_decay)
+        torch._foreach_lerp_(self.ema_parameters, self.parameters, 1 - decay)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything an exact resume needs, by flat name: policy, old, ema, Adam moments, the step."""
+        state = {"step": torch.tensor(self.step)}
+        for i, parameter in enumerate(self.parameters):
+            name = f"{self.layers[i // 2]}.{'AB'[i % 2]}"
+            moments = self.optimizer.state[parameter]
+            state |= {
+                f"policy/{name}": parameter.detach(),
+                f"old/{name}": self.old_parameters[i].detach(),
+                f"ema/{name}": self.ema_parameters[i],
+                f"adam_mean/{name}": moments["exp_avg"],
+                f"adam_square/{name}": moments["exp_avg_sq"],
+            }
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Copy a ``state_dict`` back in place; raises SolrlError where names or shapes differ."""
+        mine = self.state_dict()
+        different = sorted(set(mine) ^ set(state)) or [k for k in mine if mine[k].shape != state[k].shape]
+        if different:
+            raise SolrlError(f"the checkpoint does not fit this model: {different[0]} (and {len(different) - 1} more)")
+        self.step = int(state["step"])
+        for name, tensor in mine.items():
+            tensor.copy_(state[name])
+        for parameter in self.parameters:
+            self.optimizer.state[parameter]["step"].fill_(self.step)
+
+
+def compute_autocast(policy: Policy) -> AbstractContextManager[object]:
+    """The one place where compute precision differs from the float32 adapter weights."""
+    dtype = next(p for p in policy.transformer.parameters() if not p.requires_grad).dtype
+    if dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast(policy.device.type, dtype)
+
+
+def _distance(some: list[nn.Parameter], others: list[nn.Parameter]) -> float:
+    """Euclidean distance of two lists of tensors."""
+    with torch.no_grad():
+        squares = [(a - b).square().sum() for a, b in zip(some, others, strict=True)]
+        return float(torch.stack(squares).sum().sqrt())

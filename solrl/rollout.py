@@ -1,0 +1,127 @@
+"""Drawing samples from seeds, and scoring them.
+
+Exploration, regeneration and evaluation are one function that differs in policy, seeds and stage settings. Work is
+split by micro-batches of a fixed shape (short ones are padded), so a sample is the same whoever draws it; images live
+only until they are scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from solrl.clock import Stopwatch
+from solrl.config import BatchConfig, StageConfig
+from solrl.distributed import World
+from solrl.groups import noise
+from solrl.samplers import sample
+from solrl.types import Conditioning, Policy, Reward, Rollouts, Scores, Seeds, SolrlError
+
+
+def rollout(
+    policy: Policy,
+    conditioning: Conditioning,
+    prompts: Sequence[str],
+    seeds: Seeds,
+    stage: StageConfig,
+    *,
+    batch: BatchConfig,
+    world: World,
+    clock: Stopwatch,
+    stop: Callable[[], None],
+    phase: str,
+) -> Iterator[Rollouts]:
+    """Draw ``seeds[g][n]`` for ``prompts[g]``: this rank's micro-batches, one at a time.
+
+    ``conditioning`` has one row a prompt. ``stop`` is called before each micro-batch and may raise; the time goes to
+    ``phase`` of ``clock``.
+    """
+    flat = [(group, seed) for group, row in enumerate(seeds) for seed in row]
+    sigmas = policy.sigmas(stage.num_steps)
+    for number in range(world.rank, -(-len(flat) // batch.rollout), world.size):
+        stop()
+        first = number * batch.rollout
+        part = flat[first : first + batch.rollout]
+        padded = part + [part[-1]] * (batch.rollout - len(part))
+        with clock.phase(phase), torch.no_grad():
+            rows = conditioning.rows([group for group, _ in padded])
+            start = noise([seed for _, seed in padded], policy.latent_shape).to(policy.device)
+            clean = sample(lambda x, sigma: policy.velocity(x, sigma, rows), start, sigmas, stage.solver)  # noqa: B023
+            images = torch.cat([policy.decode(piece) for piece in clean.split(batch.decode)])
+        yield Rollouts(
+            index=torch.arange(first, first + len(part)),
+            prompts=[prompts[group] for group, _ in part],
+            clean=clean[: len(part)],
+            images=images[: len(part)],
+        )
+
+
+def score(
+    reward: Reward, rollouts: Iterable[Rollouts], shape: tuple[int, int], *, world: World, clock: Stopwatch
+) -> Scores:
+    """Score every sample of a stage of ``shape`` (G, N); the result is equal on all ranks.
+
+    Raises SolrlError when the reward fails or answers with NaN, inf or a wrong shape. A rank without samples takes part.
+    """
+    board = ScoreBoard(shape)
+    for part in rollouts:
+        with clock.phase("score"):
+            board.add(part, *call_reward(reward, part.images, part.prompts))
+    return board.gather(world)
+
+
+class ScoreBoard:
+    """Scores of a stage as they come in, by flat position."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self.shape = shape
+        self.values = torch.zeros(shape[0] * shape[1], dtype=torch.float64)
+        self.present = torch.zeros(shape[0] * shape[1], dtype=torch.int64)
+        self.clean: dict[int, Tensor] = {}
+
+    def add(self, part: Rollouts, values: Tensor, present: Tensor) -> None:
+        """Enter one micro-batch's scores and keep its clean latents."""
+        self.values[part.index] = values
+        self.present[part.index] = present.long()
+        self.clean.update(zip(part.index.tolist(), part.clean, strict=True))
+
+    def gather(self, world: World) -> Scores:
+        """All ranks' scores together; latents stay where they are."""
+        world.sum_(self.values)
+        world.sum_(self.present)
+        return Scores(self.values.view(self.shape), self.present.view(self.shape) == 1, self.clean)
+
+
+def call_reward(reward: Reward, images: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:
+    """(values [B] float64, present [B] bool) on the CPU, checked; a missing value is 0 in ``values`` and counts nowhere."""
+    try:
+        answer = reward(images, prompts)
+    except SolrlError:
+        raise
+    except Exception as error:  # somebody else's code: name it and stop
+        raise SolrlError(f"reward {reward.name!r} failed: {type(error).__name__}: {error}") from error
+    values, present = answer if isinstance(answer, tuple) else (answer, torch.ones(len(prompts), dtype=torch.bool))
+    if not (isinstance(values, Tensor) and values.shape == present.shape == (len(prompts),)):
+        shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise SolrlError(f"reward {reward.name!r} must return a float tensor of shape ({len(prompts)},), got {shape}")
+    values, present = values.detach().double().cpu(), present.detach().bool().cpu()
+    bad = (present & ~torch.isfinite(values)).nonzero().flatten()
+    if len(bad):
+        first = int(bad[0])
+        raise SolrlError(
+            f"reward {reward.name!r} returned {values[first].item()} for {len(bad)} of {len(prompts)} images, first for "
+            f"prompt {prompts[first]!r}: fix the reward, or report such candidates as missing"
+        )
+    return torch.where(present, values, torch.zeros_like(values)), present
+
+
+def exchange_clean(scores: Scores, latent_shape: Sequence[int], world: World) -> dict[int, Tensor]:
+    """Clean latents of all samples of ``scores`` on every rank (for training on samples drawn elsewhere)."""
+    if world.size == 1:
+        return scores.clean
+    everything = torch.zeros(scores.values.numel(), *latent_shape, device=world.device)
+    for position, clean in scores.clean.items():
+        everything[position] = clean
+    return dict(enumerate(world.sum_(everything)))
