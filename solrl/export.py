@@ -1,0 +1,128 @@
+"""The trained adapter in the layout diffusers loads, with a model card.
+
+diffusers takes alpha == rank where a file says nothing, and else what its metadata says. So alpha / rank
+is multiplied into lora_B, and the metadata says alpha == rank: every reader arrives at the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors.torch
+
+from solrl.config import Config
+from solrl.errors import SolrlError
+from solrl.files import saving, write_atomic
+from solrl.models.base import ASSETS
+from solrl.types import LoraPair
+
+WEIGHTS = "pytorch_lora_weights.safetensors"
+"""The file name that ``load_lora_weights`` looks for in a folder."""
+
+PIPELINES = {"flux": "FluxPipeline"}
+"""Model family -> diffusers class; others load through DiffusionPipeline, which reads the class from the folder."""
+
+
+def export_lora(
+    folder: Path,
+    pairs: Mapping[str, LoraPair],
+    config: Config,
+    *,
+    step: int,
+    weights: str,
+    rewards: Mapping[str, float] | None = None,
+) -> Path:
+    """``folder`` holds the adapter and its card, each replaced atomically; returns the weights' path.
+
+    ``weights`` says in a few words what is exported ("average of the policy (EMA)", say); ``rewards`` are held-out
+    means, by name, for the card.
+    """
+    ranks = {pair.a.shape[0] for pair in pairs.values()}
+    if len(ranks) != 1:
+        raise SolrlError(f"cannot export an adapter with ranks {sorted(ranks)}: it must have exactly one")
+    rank = ranks.pop()
+    tensors = {}
+    for layer, pair in pairs.items():
+        tensors[f"transformer.{layer}.lora_A.weight"] = pair.a.detach().float().cpu().contiguous()
+        tensors[f"transformer.{layer}.lora_B.weight"] = (pair.b.detach().float() * pair.scale).cpu().contiguous()
+    adapter = {
+        "transformer.r": rank,
+        "transformer.lora_alpha": rank,
+        "transformer.target_modules": list(pairs),
+    }
+    metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(adapter, sort_keys=True), "solrl_step": str(step)}
+    path = folder / WEIGHTS
+    with saving(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, safetensors.torch.save(tensors, metadata))
+    card = model_card(config, step=step, weights=weights, num_layers=len(pairs), rewards=rewards or {})
+    write_atomic(folder / "README.md", card.encode())
+    return path
+
+
+def model_card(config: Config, *, step: int, weights: str, num_layers: int, rewards: Mapping[str, float]) -> str:
+    """The README of an exported adapter: the exact call first, then how it was trained."""
+    lora, train, explore, keep = config.lora, config.train, config.explore, config.regenerate
+    measured = "".join(f"| {name} | {value:.4f} |\n" for name, value in rewards.items())
+    table = f"\n| held-out reward | mean |\n|---|---|\n{measured}" if measured else ""
+    two_stage = (
+        f"{explore.group_size} candidates a prompt explored in {explore.num_steps} steps "
+        f"({explore.solver}, {explore.precision}), {keep.group_size} kept and drawn again in {keep.num_steps} steps"
+        if explore.enabled and keep.enabled
+        else f"{config.train_stage.group_size} candidates a prompt drawn in {config.train_stage.num_steps} steps"
+    )
+    is_hub_id = not _is_embedded(config) and not Path(config.model.path).exists()
+    base = f"base_model: {config.model.path}\n" if is_hub_id else ""
+    return f"""---
+library_name: diffusers
+tags: [text-to-image, lora, reinforcement-learning, solrl]
+{base}---
+# LoRA of {config.model.path}, trained on the reward "{config.reward.name}"
+
+```python
+{pipeline_call(config)}
+```
+
+alpha / rank is folded into the weights: load them at scale 1.
+
+- **Weights**: {weights}, after step {step}. Rank {lora.rank} on {num_layers} layers ({", ".join(lora.targets)}).
+- **Method**: DiffusionNFT, {config.prompts.per_step} prompts a step; {two_stage}.
+- **Update**: AdamW, learning rate {train.learning_rate:g}, KL weight {train.kl_weight:g}, run seed {config.seed}.
+- **Evaluation**: {config.evaluate.num_steps} steps, {config.evaluate.solver}, guidance {config.model.guidance:g}.
+{table}"""
+
+
+def pipeline_call(config: Config) -> str:
+    """The diffusers code that draws with the exported adapter as the run's evaluation does (with the Euler solver)."""
+    model = config.model
+    pipeline = PIPELINES.get(model.family, "DiffusionPipeline")
+    imports = ["import torch", f"from diffusers import {pipeline}"]
+    source, revision = f'"{model.path}"', f', revision="{model.revision}"' if model.revision else ""
+    if _is_embedded(config):
+        imports = ["from importlib.resources import files", "", *imports]
+        source = f'str(files("solrl") / "assets" / "{model.path}")'
+    dtype = "torch.float32" if model.dtype == "float32" or _is_embedded(config) else "torch.bfloat16"
+    return "\n".join(
+        [
+            *imports,
+            "",
+            f"pipe = {pipeline}.from_pretrained({source}{revision}, torch_dtype={dtype})",
+            *([] if _is_embedded(config) else ['pipe.to("cuda")']),
+            'pipe.load_lora_weights("path/to/this/folder")',
+            "image = pipe(",
+            '    "a prompt",',
+            f"    height={model.height},",
+            f"    width={model.width},",
+            f"    num_inference_steps={config.evaluate.num_steps},",
+            f"    guidance_scale={model.guidance},",
+            f"    max_sequence_length={model.max_text_tokens},",
+            ").images[0]",
+        ]
+    )
+
+
+def _is_embedded(config: Config) -> bool:
+    name = config.model.path
+    return Path(name).name == name and (ASSETS / name / "model_index.json").is_file()

@@ -1,0 +1,50 @@
+"""A polite stop: SIGTERM or Ctrl-C ends the run at the next micro-batch, with everything saved."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from solrl.errors import Interrupted
+
+
+class SignalStop:
+    """Inside the context SIGTERM and SIGINT only raise a flag; calling the object raises ``Interrupted`` once it is up.
+
+    A second SIGINT raises KeyboardInterrupt at once: files are written atomically, so even that loses nothing
+    but the unfinished step. Outside the main thread no handler can be installed, and none is.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        """The first signal that asked for a stop."""
+        self._interrupts = 0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            # None: the handler was not set from Python and cannot be put back by name
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def __call__(self) -> None:
+        """Raise ``Interrupted`` if a signal has asked for a stop."""
+        if self.received is not None:
+            raise Interrupted(f"stopped by {self.received.name}; continue with --resume")
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number)
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
