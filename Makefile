@@ -1,0 +1,41 @@
+# On a fresh machine with Python 3.11 or newer, `make demo` and `make test` create .venv, install, and run.
+# Linux without an NVIDIA GPU: `make demo TORCH="torch --index-url https://download.pytorch.org/whl/cpu"` downloads far less.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?=
+EXTRAS ?= dev
+JOBS ?= 2
+CONFIG ?= tiny_flux
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=5
+
+.PHONY: demo test test-slow check install
+.DEFAULT_GOAL := test
+
+demo: $(STAMP)
+	@run=runs/demo; n=1; while [ -e $$run ]; do n=$$((n + 1)); run=runs/demo-$$n; done; \
+	$(BIN)/solrl train $(CONFIG) --output.dir $$run && echo "Open $$run/report.html in a browser."
+
+test: $(STAMP)
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "not slow and not gpu"
+
+test-slow: $(STAMP)
+	$(PYTEST) -n $(JOBS) -m "slow and not gpu" --timeout 600
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"Python 3.11 or newer is needed, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH),$(BIN)/python -m pip install $(TORCH))
+	$(BIN)/python -m pip install -e '.[$(EXTRAS)]'
+	@touch $@

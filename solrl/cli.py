@@ -1,0 +1,110 @@
+"""The command line: ``solrl train | report | ...``.
+
+Exit codes: 0 done, 1 failed, 2 bad usage, 3 stopped by a signal with everything saved. Heavy imports stay inside the
+commands, so that help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from solrl.config import Config
+from solrl.errors import SolrlError, UsageError
+from solrl.launch import check_launcher
+from solrl.settings import load_config, read_flags, shipped_configs
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the process's exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    shows_traceback = os.environ.get("SOLRL_DEBUG", "") not in ("", "0")
+    if "--debug" in words:
+        words.remove("--debug")
+        shows_traceback = True
+    try:
+        _run(words)
+    except SolrlError as error:
+        if shows_traceback:
+            traceback.print_exc()
+        rank = os.environ.get("RANK", "0")
+        for line in str(error).splitlines():
+            print(f"solrl: error: {line}" if rank == "0" else f"solrl: error (rank {rank}): {line}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _run(words: list[str]) -> None:
+    if words in ([], ["-h"], ["--help"], ["help"]):
+        print(_overview())
+    elif words in (["version"], ["--version"]):
+        from solrl import __version__
+
+        print(f"solrl {__version__}")
+    elif words[0] in COMMANDS:
+        COMMANDS[words[0]](words[1:])
+    else:
+        raise UsageError(f"no command {words[0]!r}; there are {', '.join(COMMANDS)}, version (solrl --help)")
+
+
+def _overview() -> str:
+    return f"""usage: solrl COMMAND ...
+
+  train CONFIG [--section.key value ...] [--resume]
+      Train a LoRA by reinforcement learning. CONFIG is a TOML file or one of
+      {", ".join(shipped_configs())}. `solrl train --help` lists every setting.
+  version
+
+Every command takes --help, and --debug to show where an error came from.
+Exit codes: 0 done, 1 failed, 2 bad usage, 3 stopped by a signal, all saved."""
+
+
+def _train(words: list[str]) -> None:
+    is_resume = "--resume" in words
+    words = [word for word in words if word != "--resume"]
+    name = words[0] if words and not words[0].startswith("-") else None
+    if "--help" in words or "-h" in words:
+        return print_settings(Config() if name is None else load_config(name))
+    if name is None:
+        raise UsageError(f"solrl train CONFIG ...: a TOML file or one of {', '.join(shipped_configs())} comes first")
+    config = load_config(name, read_flags(words[1:]))
+    check_launcher(config)
+    from solrl.train import train
+
+    train(config, resume=is_resume)
+
+
+def print_settings(config: Config) -> None:
+    """Prints every setting with its meaning, its type and the value ``config`` has, in the flags' form."""
+    import tyro
+
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def _options(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        if info.type_origin is not dict:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=".NAME VALUE",
+            instance_from_str=lambda words: {},
+            is_instance=lambda value: isinstance(value, dict),
+            str_from_instance=lambda value: [f"{key}={item}" for key, item in value.items()] or ["none"],
+        )
+
+    tyro.cli(
+        Config,
+        args=["--help"],
+        default=config,
+        prog="solrl train CONFIG [--resume]",
+        description="Flags override the file. Defaults shown are CONFIG's where one is given.",
+        use_underscores=True,
+        config=(tyro.conf.FlagConversionOff,),
+        registry=registry,
+    )
+
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {"train": _train}
