@@ -27,7 +27,7 @@ from torch import Tensor
 from solrl import ledger
 from solrl.config import Config
 from solrl.errors import SolrlError, UsageError
-from solrl.files import saving, sync_folder, temporary_of, write_atomic, write_synced
+from solrl.files import saving, sync_paths, temporary_of, write_atomic
 from solrl.settings import load_config, save_config
 
 FORMAT = 1
@@ -44,7 +44,6 @@ CHANGEABLE = frozenset(
         "output.dir",
         "output.checkpoint_every_steps",
         "output.audit_every_steps",
-        "output.grid_every_steps",
         "output.trackers",
     }
 )
@@ -106,11 +105,14 @@ class RunFolder:
             raise UsageError(f"{dir} holds no run to resume; leave out --resume to start one there")
         folder = cls(dir, _acquire(dir))
         try:
+            before = load_config(dir)
             if _holds_results(dir):
-                _check_same_run(dir, load_config(dir), config)
+                _check_same_run(dir, before, config)
             _remove_leftovers(dir)
             checkpoint = newest_checkpoint(dir, warn=warn, set_aside=True)
             step = checkpoint.step if checkpoint else 0
+            if checkpoint is None and (_last_metrics_step(dir) or 0) > before.output.checkpoint_every_steps:
+                raise SolrlError(f"the checkpoints of {dir} are gone; restore them or choose another output.dir")
             if step > config.train.num_steps:
                 raise UsageError(f"{dir} is at step {step}; train.num_steps must be at least that to resume it")
             # without a checkpoint the run starts over, evaluation before step 1 included
@@ -128,9 +130,10 @@ class RunFolder:
         The metrics line and ledger of its step must be written before: a resume keeps them and does not redo them.
         """
         path = checkpoint_path(self.dir, checkpoint.step)
-        if checkpoint.step < 1 or _last_metrics_step(self.dir / "metrics.jsonl") != checkpoint.step:
+        if checkpoint.step < 1 or _last_metrics_step(self.dir) != checkpoint.step:
             raise ValueError(f"step {checkpoint.step} is not the last one in metrics.jsonl: write its line first")
         if not path.exists():  # a run stopped right after a checkpoint saves the same state again
+            self._sync_records(checkpoint.step)
             _write_checkpoint(path, checkpoint)
         self._prune()
         return path
@@ -153,6 +156,13 @@ class RunFolder:
             environment = _continued(json.loads(path.read_text()), environment, warn)
         write_atomic(path, (json.dumps(environment, indent=2) + "\n").encode())
         _write_config(self.dir / "config.toml", config)  # last: a folder with settings can be resumed
+
+    def _sync_records(self, step: int) -> None:
+        """Metrics and ledger since the last checkpoint are on the disk, as the new checkpoint will claim."""
+        last = max(list_checkpoints(self.dir), default=0)
+        files = [ledger.ledger_path(self.dir, number) for number in range(last + 1, step + 1)]
+        with saving(self.dir):
+            sync_paths(*filter(Path.exists, [*files, self.dir / "ledger", self.dir / "metrics.jsonl"]))
 
     def _prune(self) -> None:
         paths = list_checkpoints(self.dir)
@@ -195,20 +205,20 @@ def newest_checkpoint(
     """The newest sound checkpoint (up to step ``at_most``); None if none was saved; an error if all are damaged."""
     paths = list_checkpoints(run_dir)
     steps = [step for step in sorted(paths, reverse=True) if at_most is None or step <= at_most]
-    damaged: list[str] = []
+    damaged: dict[Path, str] = {}
     for step in steps:
         try:
             checkpoint = read_checkpoint(paths[step])
         except DamagedCheckpoint as error:
-            damaged.append(str(error))
-            if set_aside:
-                _set_aside(paths[step])
+            damaged[paths[step]] = str(error)
             continue
-        for problem in damaged:
+        for path, problem in damaged.items():
             warn(f"{problem}; going back to {paths[step]}")
+            if set_aside:
+                _set_aside(path)
         return checkpoint
     if damaged:
-        raise SolrlError(f"{'; '.join(damaged)}; no sound checkpoint is left: start again in another output.dir")
+        raise SolrlError(f"{'; '.join(damaged.values())}; no sound checkpoint is left: choose another output.dir")
     return None
 
 
@@ -263,11 +273,11 @@ def _write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            write_synced(temporary / "state.safetensors", data)
-            write_synced(temporary / "state.json", (json.dumps(state, indent=2) + "\n").encode())
-            sync_folder(temporary)
+            (temporary / "state.safetensors").write_bytes(data)
+            (temporary / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+            sync_paths(*temporary.iterdir(), temporary)
             os.rename(temporary, path)
-            sync_folder(path.parent)
+            sync_paths(path.parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)  # on a full disk this also frees what the attempt took
             raise
@@ -354,13 +364,16 @@ def _continued(before: dict[str, Any], now: dict[str, Any], warn: Warn) -> dict[
     return {**now, "earlier": [*earlier, before]}
 
 
-def _last_metrics_step(path: Path) -> int | None:
-    """The step of the last line."""
-    if not path.is_file() or path.stat().st_size == 0:
+def _last_metrics_step(dir: Path) -> int | None:
+    """The step of the last whole line of metrics.jsonl."""
+    path = dir / "metrics.jsonl"
+    if not path.is_file():
         return None
     with path.open("rb") as file:
-        file.seek(-min(path.stat().st_size, 1 << 16), os.SEEK_END)
-        return int(json.loads(file.read().splitlines()[-1])["step"])
+        file.seek(-min(path.stat().st_size, 1 << 20), os.SEEK_END)
+        lines = file.read().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith(b"\n")]
+    return int(json.loads(whole[-1])["step"]) if whole else None
 
 
 def _own_version() -> str:

@@ -188,8 +188,6 @@ class OutputConfig(Section):
     """Steps between checkpoints; the last three and the best are kept."""
     audit_every_steps: int = Field(10, ge=0)
     """Steps between audits that regenerate one whole group for fidelity/full_*; 0 turns them off."""
-    grid_every_steps: int = Field(20, ge=0)
-    """Steps between image grids on fixed seeds; 0: only the first and the last."""
     trackers: tuple[str, ...] = ()
     """accelerate trackers fed beside metrics.jsonl: tensorboard, wandb, trackio, ..."""
 
@@ -231,6 +229,11 @@ class Config(Section):
                 "trains no timestep; raise it"
             )
         return self
+
+    @property
+    def pool_size(self) -> int:
+        """Candidates drawn per prompt and step: N, or K where nothing is explored."""
+        return self.explore.group_size if self.explore.enabled else self.regenerate.group_size
 
     @property
     def train_stage(self) -> StageConfig:

@@ -43,6 +43,15 @@ class World:
                 tensor.copy_(there)
         return tensor
 
+    def broadcast_(self, tensor: Tensor) -> Tensor:
+        """Replace ``tensor`` by rank 0's and return it."""
+        if self.size > 1:
+            there = tensor if self.device.type == "cpu" else tensor.to(self.device)
+            dist.broadcast(there, 0)
+            if there is not tensor:
+                tensor.copy_(there)
+        return tensor
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.size > 1:

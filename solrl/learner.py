@@ -31,6 +31,7 @@ class TrainingSet:
     seeds: list[int]  # each sample's latent seed
     groups: list[int]  # each sample's row of ``conditioning``
     advantages: Tensor  # [samples] float32
+    weights: Tensor  # [samples] float32: 1, or 0 for a sample whose reward is missing
     clean: dict[int, Tensor]  # sample number -> clean latents; at least those of this rank's micro-batches
     conditioning: Conditioning
 
@@ -79,6 +80,7 @@ class Learner:
         for parameter, part in zip(self.parameters, gradient.split([p.numel() for p in self.parameters]), strict=True):
             parameter.grad = part.view_as(parameter)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.train.max_grad_norm, error_if_nonfinite=True)
+        before = [p.detach().clone() for p in self.parameters]
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
@@ -89,15 +91,18 @@ class Learner:
             "grad_norm": float(norm),
             "health/velocity_old_distance": losses[2],
             "health/old_distance": _distance(self.parameters, self.old_parameters),
+            "health/policy_change": max(
+                float((p - q).abs().max()) for p, q in zip(self.parameters, before, strict=True)
+            ),
         }
 
     def _accumulate(self, data: TrainingSet, samples: range) -> Tensor:
         """Add one micro-batch's gradient to ``.grad``; return its share of (policy loss, kl, velocity distance) [3]."""
-        train, device = self.config.train, self.policy.device
-        padding = self.config.batch.train - len(samples)
-        numbers = [*samples] + [samples[-1]] * padding
-        weight = torch.tensor([1.0] * len(samples) + [0.0] * padding, device=device)
-        weight /= len(data.seeds) * self.config.num_train_timesteps
+        train, train_batch, device = self.config.train, self.config.batch.train, self.policy.device
+        numbers = [*samples] + [samples[-1]] * (train_batch - len(samples))
+        weight = data.weights[numbers].to(device)
+        weight[len(samples) :] = 0
+        weight /= float(data.weights.sum()) * self.config.num_train_timesteps
         clean = torch.stack([data.clean[i] for i in numbers])
         conditioning = data.conditioning.rows([data.groups[i] for i in numbers])
         advantages = data.advantages[numbers].to(device)

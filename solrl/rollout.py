@@ -63,7 +63,7 @@ def score(
 ) -> Scores:
     """Score every sample of a stage of ``shape`` (G, N); the result is equal on all ranks.
 
-    Raises SolrlError when the reward fails or answers with NaN, inf or a wrong shape. A rank without samples takes part.
+    Raises SolrlError when the reward fails or answers with NaN, inf or a wrong shape. A rank without samples joins in.
     """
     board = ScoreBoard(shape)
     for part in rollouts:
@@ -95,7 +95,7 @@ class ScoreBoard:
 
 
 def call_reward(reward: Reward, images: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:
-    """(values [B] float64, present [B] bool) on the CPU, checked; a missing value is 0 in ``values`` and counts nowhere."""
+    """(values [B] float64, present [B] bool) on the CPU, checked; a missing value is 0 and counts nowhere."""
     try:
         answer = reward(images, prompts)
     except SolrlError:
@@ -111,8 +111,8 @@ def call_reward(reward: Reward, images: Tensor, prompts: list[str]) -> tuple[Ten
     if len(bad):
         first = int(bad[0])
         raise SolrlError(
-            f"reward {reward.name!r} returned {values[first].item()} for {len(bad)} of {len(prompts)} images, first for "
-            f"prompt {prompts[first]!r}: fix the reward, or report such candidates as missing"
+            f"reward {reward.name!r} returned {values[first].item()} for {len(bad)} of {len(prompts)} images, first "
+            f"for prompt {prompts[first]!r}: fix the reward, or report such candidates as missing"
         )
     return torch.where(present, values, torch.zeros_like(values)), present
 

@@ -1,0 +1,89 @@
+"""Held-out evaluation: fixed prompts and seeds, whatever the number of processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from solrl.clock import Stopwatch
+from solrl.config import Config, StageConfig
+from solrl.distributed import World
+from solrl.groups import group_seeds, noise
+from solrl.rollout import ScoreBoard, call_reward, rollout
+from solrl.samplers import sample
+from solrl.types import Conditioning, Policy, Reward, Scores
+
+GRID_PROMPTS, GRID_SEEDS = 8, 4
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What is evaluated: encoded held-out prompts and the rewards, the trained one first."""
+
+    prompts: list[str]
+    conditioning: Conditioning
+    rewards: Mapping[str, Reward]
+
+    def evaluate(
+        self, policy: Policy, config: Config, *, world: World, clock: Stopwatch, stop: Callable[[], None]
+    ) -> dict[str, Scores]:
+        """Reward name -> scores [prompts, images per prompt], equal on every rank."""
+        settings = config.evaluate
+        seeds = group_seeds(settings.seed, 0, len(self.prompts), settings.images_per_prompt, "evaluate")
+        boards = {name: ScoreBoard((len(self.prompts), settings.images_per_prompt)) for name in self.rewards}
+        parts = rollout(
+            policy, self.conditioning, self.prompts, seeds, evaluation_stage(config),
+            batch=config.batch, world=world, clock=clock, stop=stop, phase="evaluate",
+        )  # fmt: skip
+        for part in parts:
+            for name, reward in self.rewards.items():
+                with clock.phase("evaluate"):
+                    boards[name].add(part, *call_reward(reward, part.images, part.prompts))
+        return {name: board.gather(world) for name, board in boards.items()}
+
+    @torch.no_grad()
+    def grid(self, policy: Policy, config: Config) -> tuple[Tensor, Tensor]:
+        """Images [P, M, 3, H, W] of the first prompts on the first evaluation seeds, and their rewards [P, M].
+
+        A missing reward is NaN here, where it is only shown.
+        """
+        prompts = self.prompts[:GRID_PROMPTS]
+        columns = min(GRID_SEEDS, config.evaluate.images_per_prompt)
+        seeds = group_seeds(config.evaluate.seed, 0, len(prompts), columns, "evaluate")
+        stage = evaluation_stage(config)
+        reward = next(iter(self.rewards.values()))
+        images, values = [], []
+        for row, prompt in enumerate(prompts):
+            rows = self.conditioning.rows([row] * columns)
+            start = noise(seeds[row], policy.latent_shape).to(policy.device)
+            clean = sample(
+                lambda x, sigma: policy.velocity(x, sigma, rows),  # noqa: B023
+                start,
+                policy.sigmas(stage.num_steps),
+                stage.solver,
+            )
+            images.append(policy.decode(clean))
+            scored, present = call_reward(reward, images[-1], [prompt] * columns)
+            values.append(torch.where(present, scored, torch.nan))
+        return torch.stack(images).cpu(), torch.stack(values)
+
+
+def evaluation_stage(config: Config) -> StageConfig:
+    """How evaluation draws: its own steps and solver, whatever the rollouts use."""
+    settings = config.evaluate
+    return StageConfig(group_size=settings.images_per_prompt, num_steps=settings.num_steps, solver=settings.solver)
+
+
+def summarise(scores: Mapping[str, Scores]) -> dict[str, float]:
+    """``eval/<reward>/mean`` and ``stderr``: over prompts, since images of one prompt are not independent."""
+    metrics = {}
+    for name, score in scores.items():
+        count = score.present.sum(1)
+        means = (score.values.sum(1) / count)[count > 0]
+        metrics[f"eval/{name}/mean"] = float(means.mean())
+        metrics[f"eval/{name}/stderr"] = float(means.std()) / math.sqrt(len(means)) if len(means) > 1 else 0.0
+    return metrics

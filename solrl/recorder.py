@@ -1,0 +1,236 @@
+"""What a run writes, and when: metrics, ledger, evaluation, checkpoints, exports, report.
+
+The order makes every moment safe to die at: ledger and metrics of a step first, then its checkpoint. A resume goes back
+to the newest checkpoint and cuts off what came after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from solrl import ledger
+from solrl.checkpoint import Checkpoint, RunFolder, newest_checkpoint
+from solrl.clock import Stopwatch
+from solrl.environment import environment, fingerprint
+from solrl.evaluate import HeldOut, summarise
+from solrl.export import export_lora
+from solrl.fidelity import full_fidelity, kept_fidelity
+from solrl.health import StepFacts, check, clean_norms
+from solrl.images import save_grid
+from solrl.models.base import lora_state
+from solrl.report import write_report
+from solrl.session import Session, StepRecord, open_reward
+from solrl.tracking import Tracking
+from solrl.types import Interrupted
+
+
+class Recorder:
+    """The run folder of a session. Every rank has one and computes the same; rank 0 writes."""
+
+    def __init__(self, session: Session, resume: bool) -> None:
+        self.session, self.config, self.world = session, session.config, session.world
+        self.is_main = session.world.is_main
+        self.step = 0
+        self._before: dict[str, Tensor] | None = None
+        self._base = fingerprint(session.policy.transformer)
+        self._folder: RunFolder | None = None
+        if self.is_main:
+            facts = environment(self.world.device, session.precision_line)
+            opener = RunFolder.resume if resume else RunFolder.create
+            self._folder = opener(self.config.output.dir, self.config, facts)
+        self.world.barrier()
+        if resume:
+            self._restore()
+        self.tracking = Tracking(self.config, is_main=self.is_main)
+        self.heldout = self._open_heldout()
+
+    def __enter__(self) -> Self:
+        self.tracking.plan(self._plan())
+        if not self.tracking.history:
+            self.tracking.log({"step": 0} | self._evaluate(0))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self.is_main:
+            self.tracking.plan([f"report: {write_report(self.config.output.dir)}"])
+        self.tracking.close()
+        if self._folder:
+            self._folder.close()
+
+    @contextmanager
+    def saving_on_interrupt(self, step: int) -> Iterator[None]:
+        """Inside, a signal leaves a checkpoint of the step before ``step``; what ``step`` had done is dropped."""
+        # Evaluation comes after the update and can be interrupted, too: then the update has to be taken back.
+        self._before = {k: t.clone() for k, t in self.session.state_dict().items()} if self._is_due(step) else None
+        try:
+            yield
+        except Interrupted:
+            if self._before is not None:
+                self.session.load_state_dict(self._before)
+            if step > 1:
+                self._save(step - 1)
+            raise
+
+    def record(self, step: int, record: StepRecord, clock: Stopwatch) -> dict[str, float]:
+        """Check, log and save a finished step; returns its metrics."""
+        facts = self._facts(step, record)
+        health = check(facts, self.tracking.history, max_missing_share=self.config.reward.max_missing_share)
+        metrics = (
+            {"step": step} | _reward_metrics(record) | _fidelity(record) | record.metrics | clock.metrics() | health
+        )
+        due = self._is_due(step)
+        if due:
+            metrics |= self._evaluate(step)
+        if self.is_main:
+            self._write_ledger(step, record)
+        self.tracking.log(metrics)
+        if due or step % self.config.output.checkpoint_every_steps == 0:
+            self._save(step, metrics.get(f"eval/{self.config.reward.name}/mean"))
+        return metrics
+
+    def _is_due(self, step: int) -> bool:
+        every = self.config.evaluate.every_steps
+        return step == self.config.train.num_steps or (every > 0 and step % every == 0)
+
+    def _restore(self) -> None:
+        state = self.session.state_dict()
+        step = state["step"].clone().zero_()
+        if self._folder:
+            checkpoint = newest_checkpoint(self.config.output.dir)
+            if checkpoint:
+                self.session.load_state_dict(checkpoint.tensors)
+                step += checkpoint.step
+        self.step = int(self.world.broadcast_(step))
+        state = {name: self.world.broadcast_(tensor) for name, tensor in self.session.state_dict().items()}
+        self.session.load_state_dict(state)
+
+    def _open_heldout(self) -> HeldOut:
+        config, session = self.config, self.session
+        prompts = session.heldout_prompts[: config.evaluate.num_prompts]
+        others = {name: open_reward(name, self.world.device) for name in config.evaluate.rewards}
+        rewards = {config.reward.name: session.reward} | others
+        return HeldOut(prompts, session.policy.encode(prompts), rewards)
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate the averaged weights in the rollout tree, draw the grid, and put old_policy back."""
+        session, clock = self.session, Stopwatch(self.world.device)
+        self.tracking.phase("evaluate")
+        session.sync(session.learner.ema)
+        try:
+            scores = self.heldout.evaluate(
+                session.rollout_policy, self.config, world=self.world, clock=clock, stop=session.stop
+            )
+            if self.is_main:
+                images, values = self.heldout.grid(session.rollout_policy, self.config)
+                path = self.config.output.dir / "samples" / f"step_{step:06d}.png"
+                save_grid(path, images, self.heldout.prompts[: len(images)], rewards=values, title=f"step {step}")
+        finally:
+            session.sync()
+        return summarise(scores) | {"time/evaluate_s": clock.metrics()["time/total_s"]}
+
+    def _save(self, step: int, heldout: float | None = None) -> None:
+        if not self._folder:
+            return
+        learner, folder = self.session.learner, self.config.output.dir
+        self._folder.save(Checkpoint(step, self.session.state_dict(), heldout, self._base))
+        rewards = {self.config.reward.name: heldout} if heldout is not None else {}
+        export_lora(folder / "lora", learner.ema, self.config, step=step, weights="average (EMA)", rewards=rewards)
+        raw = lora_state(self.session.policy.transformer, "default")
+        export_lora(folder / "lora_raw", raw, self.config, step=step, weights="policy", rewards={})
+
+    def _write_ledger(self, step: int, record: StepRecord) -> None:
+        config = self.config
+        stage = config.explore if config.explore.enabled else config.regenerate
+        entries = ledger.step_entries(
+            record.prompts,
+            record.seeds,
+            stage,
+            precision=self.session.precision if config.explore.enabled else "full",
+            policy_version=self.session.learner.step - bool(record.metrics),
+            proxy=record.proxy,
+            selection=record.selection,
+            rewards=record.rewards,
+            audits=record.audits,
+        )
+        ledger.write(config.output.dir, step, entries)
+
+    def _facts(self, step: int, record: StepRecord) -> StepFacts:
+        rewards = record.rewards
+        norms = self.world.sum_(clean_norms(rewards.clean, rewards.values.numel()))
+        alike = sum(reason.startswith("all scores equal") for reason in record.selection.skipped.values())
+        flat = sum(
+            len(set(row[there].tolist())) < 2 for row, there in zip(rewards.values, rewards.present, strict=True)
+        )
+        stages = [s for s in (record.proxy, *record.audits.values()) if s is not None]
+        if self.config.regenerate.enabled:
+            stages.append(rewards)
+        return StepFacts(
+            step=step,
+            num_groups=len(record.prompts),
+            trained_groups=len(record.selection.groups) - flat,
+            zero_std_groups=alike + flat,
+            num_scores=sum(s.present.numel() for s in stages),
+            num_missing=sum(int((~s.present).sum()) for s in stages),
+            clean_norm=float(norms.mean()) if len(norms) else None,
+            grad_norm=record.metrics.get("grad_norm"),
+            policy_change=record.metrics.get("health/policy_change"),
+            synced_bytes=record.synced.changed_bytes if record.metrics else None,
+        )
+
+    def _plan(self) -> list[str]:
+        config, size = self.config, self.world.size
+        explore, regenerate, batch = config.explore, config.regenerate, config.batch
+        groups, kept = config.prompts.per_step, config.prompts.per_step * regenerate.group_size
+        pool = groups * config.pool_size
+        trained = sum(p.numel() for p in self.session.learner.parameters)
+        lines = [
+            f"policy    {config.model.path}, {config.model.width}x{config.model.height} pixels, LoRA rank "
+            f"{config.lora.rank} on {len(self.session.learner.layers)} layers, {trained / 1e6:.2f} M trained",
+        ]
+        if explore.enabled:
+            lines.append(f"explorer  {self.session.precision_line}")
+            lines.append(f"explore   {groups} prompts x {explore.group_size} candidates x {explore.num_steps} steps: "
+                         f"{_batches(pool, batch.rollout, size)}")  # fmt: skip
+        if regenerate.enabled:
+            lines.append(f"redraw    {groups} x {regenerate.group_size} kept x {regenerate.num_steps} steps: "
+                         f"{_batches(kept, batch.rollout, size)}")  # fmt: skip
+        lines.append(f"update    {kept} samples x {config.num_train_timesteps} timesteps: "
+                     f"{_batches(kept, batch.train, size)}, 1 optimizer step")  # fmt: skip
+        return lines
+
+
+def _batches(samples: int, size: int, world_size: int) -> str:
+    count = -(-samples // size)
+    padded = count * size - samples
+    cost = f", {padded} padded ({100 * padded / (count * size):.0f} % wasted)" if padded else ""
+    return f"{count} batches of {size}{cost} on {world_size} process{'es' if world_size > 1 else ''}"
+
+
+def _reward_metrics(record: StepRecord) -> dict[str, float]:
+    metrics = {}
+    values = record.rewards.values[record.rewards.present]
+    if len(values):
+        metrics |= {"reward/mean": float(values.mean()), "reward/std": float(values.std(correction=0))}
+    if record.proxy is not None and record.proxy.present.any():
+        metrics["proxy_reward/mean"] = float(record.proxy.values[record.proxy.present].mean())
+    return metrics
+
+
+def _fidelity(record: StepRecord) -> dict[str, float]:
+    proxy, rewards = record.proxy, record.rewards
+    if proxy is None or not record.selection.groups or rewards.values.shape[1] < 2:
+        return {}
+    rows = record.selection.indices
+    groups = record.selection.groups
+    metrics = kept_fidelity(proxy.values[groups].gather(1, rows), rewards.values, rewards.present)
+    for group, scores in record.audits.items():
+        present = proxy.present[group] & scores.present[0]
+        metrics |= full_fidelity(proxy.values[group], scores.values[0], rewards.values.shape[1], present)
+    return metrics

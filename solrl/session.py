@@ -1,0 +1,147 @@
+"""Everything a run needs, put together once: policy, rollout trees, learner, reward, prompts.
+
+A session draws and learns but writes nothing, so that replay can run the same steps again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from solrl.clock import Stopwatch
+from solrl.config import Config, StageConfig
+from solrl.distributed import World
+from solrl.groups import Selection, candidate_seed
+from solrl.learner import Learner
+from solrl.models.base import load_policy, lora_state
+from solrl.prompts import load_prompt_lists
+from solrl.quant.backends import choose_precision
+from solrl.quant.trees import RolloutTrees, SyncReport
+from solrl.rollout import rollout, score
+from solrl.types import Conditioning, LoraPair, Policy, Reward, Scores, Seeds
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What a step did, equal on every rank (but for latents, which stay where they were drawn)."""
+
+    prompts: list[str]
+    seeds: Seeds
+    proxy: Scores | None  # [G, N]; None where nothing was explored
+    selection: Selection
+    rewards: Scores  # [kept groups, K]
+    audits: dict[int, Scores]  # group -> [1, N] rewards of a group regenerated whole
+    metrics: dict[str, float]  # of the update; empty where no group was left
+    synced: SyncReport
+
+
+@dataclass
+class Session:
+    """The parts of a run on this process. ``rollout_policy`` and ``explorer`` draw with old_policy's merged weights."""
+
+    config: Config
+    world: World
+    stop: Callable[[], None]
+    policy: Policy
+    trees: RolloutTrees
+    rollout_policy: Policy
+    explorer: Policy
+    learner: Learner
+    reward: Reward
+    train_prompts: list[str]
+    heldout_prompts: list[str]
+    precision: str
+    precision_line: str
+
+    def draw(
+        self,
+        policy: Policy,
+        conditioning: Conditioning,
+        prompts: list[str],
+        seeds: Seeds,
+        stage: StageConfig,
+        *,
+        phase: str,
+        clock: Stopwatch,
+    ) -> Scores:
+        """Draw and score ``seeds[g][n]`` for ``prompts[g]``; equal on every rank, latents where they were drawn."""
+        parts = rollout(
+            policy, conditioning, prompts, seeds, stage,
+            batch=self.config.batch, world=self.world, clock=clock, stop=self.stop, phase=phase,
+        )  # fmt: skip
+        shape = (len(seeds), len(seeds[0]) if seeds else 0)
+        return score(self.reward, parts, shape, world=self.world, clock=clock)
+
+    def sync(self, adapters: dict[str, LoraPair] | None = None) -> SyncReport:
+        """Put ``adapters`` (by default old_policy's) into rollout tree and explorer, in place."""
+        return self.trees.requantize_(adapters or lora_state(self.policy.transformer, "old"))
+
+    def calibrate(self) -> None:
+        """Measure the explorer's static activation scales on fixed prompts and seeds, the same on every rank."""
+        alone = World(0, 1, self.world.device)
+        settings, explore = self.config, self.config.explore
+        with self.trees.calibration():
+            for number in range(explore.calibration_batches):
+                first = number * settings.batch.rollout
+                prompts = [
+                    self.train_prompts[(first + i) % len(self.train_prompts)] for i in range(settings.batch.rollout)
+                ]
+                seeds = [[candidate_seed(settings.seed, 0, first + i, 0, "calibration")] for i in range(len(prompts))]
+                for _ in rollout(
+                    self.explorer, self.policy.encode(prompts), prompts, seeds, explore, batch=settings.batch,
+                    world=alone, clock=Stopwatch(alone.device), stop=self.stop, phase="calibrate",
+                ):  # fmt: skip
+                    pass
+        self.trees.set_activation_scales_()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a checkpoint holds."""
+        scales = {f"activation/{name}": scale for name, scale in self.trees.activation_scales().items()}
+        return self.learner.state_dict() | scales
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Copy a ``state_dict`` back; trees follow."""
+        scales = {name.removeprefix("activation/"): t for name, t in state.items() if name.startswith("activation/")}
+        self.learner.load_state_dict({name: t for name, t in state.items() if not name.startswith("activation/")})
+        self.trees.load_activation_scales_(scales)
+        self.sync()
+
+
+def open_session(config: Config, world: World, stop: Callable[[], None]) -> Session:
+    """A session at step 0, calibrated. Everything that can be wrong with settings or files is found here."""
+    train_prompts, heldout_prompts = load_prompt_lists(config)
+    precision, line = choose_precision(config.explore, world.device)
+    reward = open_reward(config.reward.name, world.device, config.reward.options)
+    policy = load_policy(config, world.device)
+    trees = RolloutTrees(policy.transformer, precision, config.explore.quantize)
+    session = Session(
+        config=config,
+        world=world,
+        stop=stop,
+        policy=policy,
+        trees=trees,
+        rollout_policy=policy.sibling(trees.rollout),
+        explorer=policy.sibling(trees.explorer),
+        learner=Learner(policy, config),
+        reward=reward,
+        train_prompts=train_prompts,
+        heldout_prompts=heldout_prompts,
+        precision=precision,
+        precision_line=line,
+    )
+    session.sync()
+    if precision != "full":
+        session.calibrate()
+    return session
+
+
+def open_reward(name: str, device: torch.device, options: dict[str, Any] | None = None) -> Reward:
+    """A reward by name or dotted path, on ``device``."""
+    from solrl_rewards import load_reward
+
+    reward: Reward = load_reward(name, **(options or {}))
+    return reward

@@ -1,0 +1,128 @@
+"""Two-stage reinforcement learning on one process group (Sol-RL, arXiv 2604.06916, section 3.4).
+
+Per step: explore many candidates per prompt cheaply, keep the most contrastive seeds, draw only those again in full
+precision, and take one DiffusionNFT step on them. Plain DiffusionNFT, naive scaling and naive quantized training are
+settings of this loop: a stage that is switched off hands its job to the other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from solrl.clock import Stopwatch
+from solrl.config import Config
+from solrl.distributed import start
+from solrl.groups import Selection, group_advantages, group_seeds, restrict, select_contrastive
+from solrl.learner import TrainingSet
+from solrl.prompts import step_prompts
+from solrl.recorder import Recorder
+from solrl.rollout import exchange_clean
+from solrl.session import Session, StepRecord, open_session
+from solrl.signals import SignalStop
+from solrl.tracking import check_trackers
+from solrl.types import Conditioning, Scores, Seeds
+
+
+def train(config: Config, *, resume: bool = False, on_step: Callable[[dict[str, float]], None] | None = None) -> Path:
+    """Run ``config`` to its last step and return the run folder. ``on_step`` sees each step's metrics.
+
+    Raises UsageError or SolrlError with one line, Interrupted after a signal with everything saved.
+    """
+    check_trackers(config.output.trackers)
+    with SignalStop() as stop, start(config.cpu_threads, config.deterministic) as world:
+        session = open_session(config, world, stop)
+        with Recorder(session, resume) as recorder:
+            for step in range(recorder.step + 1, config.train.num_steps + 1):
+                clock = Stopwatch(world.device)
+                with recorder.saving_on_interrupt(step):
+                    metrics = recorder.record(step, run_step(session, step, clock), clock)
+                if on_step:
+                    on_step(metrics)
+    return config.output.dir
+
+
+def run_step(session: Session, step: int, clock: Stopwatch) -> StepRecord:
+    """One round of explore, select, regenerate, update, requantize."""
+    config, policy = session.config, session.policy
+    explore, regenerate = config.explore, config.regenerate
+    prompts = step_prompts(session.train_prompts, config.seed, step, config.prompts.per_step)
+    conditioning = policy.encode(prompts)
+    seeds = group_seeds(config.seed, step, len(prompts), config.pool_size)
+
+    # Stage 1: explore. Only the order of the proxy rewards inside a group is used.
+    proxy = None
+    if explore.enabled:
+        proxy = session.draw(session.explorer, conditioning, prompts, seeds, explore, phase="explore", clock=clock)
+    with clock.phase("select"):
+        selection = select(proxy, config)
+        rows = conditioning.rows(selection.groups)
+        kept_prompts, kept_seeds = [prompts[g] for g in selection.groups], selection.pick(seeds)
+
+    # Stage 2: draw the kept seeds again in full precision. Nothing from stage 1 is trained on.
+    if regenerate.enabled:
+        rewards = session.draw(
+            session.rollout_policy, rows, kept_prompts, kept_seeds, regenerate, phase="regenerate", clock=clock
+        )
+    else:
+        assert proxy is not None
+        rewards = restrict(proxy, selection)
+    audits = audit(session, step, selection, conditioning, prompts, seeds, clock)
+
+    with clock.phase("update"):
+        metrics = update(session, rewards, kept_seeds, rows)
+    with clock.phase("requantize"):
+        synced = session.sync()
+    return StepRecord(prompts, seeds, proxy, selection, rewards, audits, metrics, synced)
+
+
+def select(proxy: Scores | None, config: Config) -> Selection:
+    """The contrastive half of each explored group; everything where nothing was explored."""
+    keep = config.regenerate.group_size
+    if proxy is not None:
+        return select_contrastive(proxy.values, keep, proxy.present)
+    groups = config.prompts.per_step
+    return Selection(list(range(groups)), torch.arange(keep).repeat(groups, 1), {})
+
+
+def update(session: Session, rewards: Scores, seeds: Seeds, conditioning: Conditioning) -> dict[str, float]:
+    """One optimizer step on the kept samples, or none where no group is left."""
+    if not seeds:
+        return {}
+    config, world = session.config, session.world
+    clean = rewards.clean
+    if not config.regenerate.enabled:  # kept samples lie where they were explored
+        clean = exchange_clean(rewards, session.policy.latent_shape, world)
+    data = TrainingSet(
+        seeds=[seed for row in seeds for seed in row],
+        groups=[group for group, row in enumerate(seeds) for _ in row],
+        advantages=group_advantages(rewards.values, rewards.present, config.train.advantage_std).flatten(),
+        weights=rewards.present.flatten().float(),
+        clean=clean,
+        conditioning=conditioning,
+    )
+    return session.learner.update(data, world, session.stop)
+
+
+def audit(
+    session: Session,
+    step: int,
+    selection: Selection,
+    conditioning: Conditioning,
+    prompts: list[str],
+    seeds: Seeds,
+    clock: Stopwatch,
+) -> dict[int, Scores]:
+    """Every ``output.audit_every_steps`` one explored group is regenerated whole: the explorer's true fidelity."""
+    config = session.config
+    every = config.output.audit_every_steps
+    if not (config.explore.enabled and config.regenerate.enabled and every and step % every == 0 and selection.groups):
+        return {}
+    group = selection.groups[step // every % len(selection.groups)]
+    scores = session.draw(
+        session.rollout_policy, conditioning.rows([group]), [prompts[group]], [seeds[group]], config.regenerate,
+        phase="audit", clock=clock,
+    )  # fmt: skip
+    return {group: scores}
