@@ -33,34 +33,33 @@ def saving(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """``path`` holds ``data``; a crash or a full disk leaves the old content, never a part of the new."""
+def write_atomic(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """``path`` holds ``data``; a crash or a full disk leaves the old content, never a part of the new.
+
+    Without ``sync`` that is true of a killed process, and of a power cut only once ``sync_paths`` has been called.
+    """
     temporary = temporary_of(path)
     with saving(path):
         try:
-            write_synced(temporary, data)
+            temporary.write_bytes(data)
+            if sync:
+                sync_paths(temporary)
             os.replace(temporary, path)
-            sync_folder(path.parent)
+            if sync:
+                sync_paths(path.parent)
         except BaseException:
             temporary.unlink(missing_ok=True)  # on a full disk this also frees what the attempt took
             raise
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """``path`` holds ``data``, on the disk and not only in its cache."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Renames and removals inside ``path`` are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def sync_paths(*paths: Path) -> None:
+    """The files, or the entries of the folders, are on the disk and not only in its cache."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def temporary_of(path: Path) -> Path:
