@@ -1,4 +1,4 @@
-"""``accelerate launch scripts/train.py CONFIG [--section.key value ...]``: ``solrl train`` on every process it starts."""
+"""``accelerate launch scripts/train.py CONFIG [--section.key value ...]``: ``solrl train`` on each of its processes."""
 
 import sys
 

@@ -55,7 +55,8 @@ def _overview() -> str:
 
   train CONFIG [--section.key value ...] [--resume]
       Train a LoRA by reinforcement learning. CONFIG is a TOML file or one of
-      {", ".join(shipped_configs())}. `solrl train --help` lists every setting.
+      {", ".join(shipped_configs())}.
+      `solrl train --help` lists every setting.
   version
 
 Every command takes --help, and --debug to show where an error came from.

@@ -1,7 +1,7 @@
 """What `accelerate launch` promised against what the run needs and what was started.
 
-The launcher passes its settings in the environment, where a library that does not use them would ignore them in silence;
-and `accelerate launch --cpu --num_processes 2` starts one process without a word.
+The launcher passes its settings in the environment, where a library that does not use them would ignore them in
+silence; and `accelerate launch --cpu --num_processes 2` starts one process without a word.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def check_launcher(config: Config, environment: Mapping[str, str] = os.environ) 
     started = int(environment.get("WORLD_SIZE", "1"))
     if asked is not None and asked > 1 and asked != started:
         raise UsageError(
-            f"accelerate launch was asked for {asked} processes but started {started} (it does so with --cpu, and where "
-            f"it sees no GPUs); on CPUs use: {WORKING_CPU_LAUNCH.format(asked)}"
+            f"accelerate launch was asked for {asked} processes but started {started} (as it does with --cpu, or without "
+            f"GPUs); on CPUs use: {WORKING_CPU_LAUNCH.format(asked)}"
         )
 
 

@@ -1,7 +1,7 @@
 """Prompt lists, and which prompts a step draws.
 
-A list is a text file, one prompt a line. A step's prompts are a pure function of (run seed, step), so a resumed run needs
-no reader state.
+A list is a text file, one prompt a line. A step's prompts are a pure function of (run seed, step), so a resumed run
+needs no reader state.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def load_prompt_lists(config: Config) -> tuple[list[str], list[str]]:
     for prompt in heldout:
         if prompt in known:
             raise UsageError(
-                f"prompt {prompt!r} is in both {config.prompts.train} and {config.prompts.heldout}: take it out of one, "
-                "a held-out prompt must not be trained on"
+                f"prompt {prompt!r} is in both {config.prompts.train} and {config.prompts.heldout}: take it out of "
+                "one, what is held out must not be trained on"
             )
     if config.prompts.per_step > len(train):
         raise UsageError(
@@ -57,13 +57,13 @@ def load_prompt_lists(config: Config) -> tuple[list[str], list[str]]:
 
 
 def step_prompts(prompts: list[str], run_seed: int, step: int, per_step: int) -> list[str]:
-    """The ``per_step`` prompts of step ``step`` (first: 0): without replacement within a pass over the list.
+    """The ``per_step`` prompts of step ``step`` (steps count from 1): without replacement within a pass over the list.
 
     Each pass has its own order; a step may end one pass and begin the next.
     """
     orders: dict[int, list[int]] = {}
     drawn = []
-    for position in range(step * per_step, (step + 1) * per_step):
+    for position in range((step - 1) * per_step, step * per_step):
         number, place = divmod(position, len(prompts))
         if number not in orders:
             orders[number] = _order(len(prompts), run_seed, number)
@@ -82,8 +82,9 @@ def _find(name_or_path: str | Path) -> Path:
     if path.is_file():
         return path
     embedded = {file.stem: file for file in sorted(EMBEDDED.glob("*.txt"))}
-    if str(name_or_path) in embedded:
-        return embedded[str(name_or_path)]
+    name = str(name_or_path)
+    if name in embedded:
+        return embedded[name]
     if path.is_dir():
         raise UsageError(f"{path} is a folder: name a text file with one prompt a line")
-    raise UsageError(f"no prompts {str(name_or_path)!r}: neither a text file nor an embedded list ({', '.join(embedded)})")
+    raise UsageError(f"no prompts {name!r}: neither a text file nor an embedded list ({', '.join(embedded)})")

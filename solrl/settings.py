@@ -1,7 +1,7 @@
 """TOML files and overrides -> Config, and back.
 
-A file, a ``--section.key value`` flag and a Python override meet in one dict that pydantic checks once, so the same mistake
-reads the same from all three.
+A file, a ``--section.key value`` flag and a Python override meet in one dict that pydantic checks once, so the same
+mistake reads the same from all three.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def load_config(name_or_path: str | Path, overrides: Mapping[str, Any] | None = 
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Writes every setting, defaults included; ``load_config`` reads an equal Config back. Unset (None) keys are left out."""
+    """Writes every setting that is not unset (None), defaults included; ``load_config`` reads an equal Config back."""
     path.write_bytes(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)).encode())
 
 
@@ -109,10 +109,10 @@ def _find(name_or_path: str | Path) -> Path:
         return path
     if path.is_dir() and (path / "config.toml").is_file():
         return path / "config.toml"
-    shipped = _shipped_folder() / f"{name_or_path}.toml"
-    if shipped.is_file() and str(name_or_path) in shipped_configs():
-        return shipped
-    raise UsageError(f"no config {str(name_or_path)!r}: neither a TOML file nor a shipped name ({', '.join(shipped_configs())})")
+    name, names = str(name_or_path), shipped_configs()
+    if name in names:
+        return _shipped_folder() / f"{name}.toml"
+    raise UsageError(f"no config {name!r}: neither a TOML file nor a shipped name ({', '.join(names)})")
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -142,7 +142,9 @@ def _lines(error: ValidationError, source: str, overrides: Mapping[str, Any]) ->
         is_override = any(f"{key}.".startswith(f"{name}.") for name in overrides)
         place = "override" if is_override else source
         if problem["type"] == "extra_forbidden":
-            yield f"unknown setting {key} ({place}); the nearest valid one is {_nearest(key)}"
+            is_section = isinstance(problem["input"], dict) and problem["input"]
+            for name in [f"{key}.{inner}" for inner in problem["input"]] if is_section else [key]:
+                yield f"unknown setting {name} ({place}); the nearest valid one is {_nearest(name)}"
         elif not key:
             yield problem["msg"].removeprefix("Value error, ")
         else:

@@ -1,0 +1,212 @@
+"""Settings: files, overrides, their mistakes, and the way back to a file."""
+
+from pathlib import Path
+from types import NoneType
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from solrl.config import Config
+from solrl.errors import UsageError
+from solrl.settings import load_config, read_flags, save_config, setting_types, shipped_configs
+
+
+def failure(name: str | Path, overrides: dict[str, object] | None = None) -> str:
+    with pytest.raises(UsageError) as caught:
+        load_config(name, overrides)
+    return str(caught.value)
+
+
+def toml(folder: Path, text: str) -> Path:
+    path = folder / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", ["flux1_dev", "tiny_flux", "tiny_flux_long"])
+def test_every_shipped_config_loads_and_survives_a_round_trip(name: str, tmp_path: Path) -> None:
+    assert name in shipped_configs()
+    config = load_config(name)
+    save_config(config, tmp_path / "config.toml")
+    assert load_config(tmp_path / "config.toml") == config
+    assert load_config(tmp_path) == config, "a run folder names its own config"
+
+
+def test_the_tests_know_every_shipped_config() -> None:
+    assert shipped_configs() == ["flux1_dev", "tiny_flux", "tiny_flux_long"]
+
+
+def test_a_saved_file_names_every_setting_that_has_a_value(tmp_path: Path) -> None:
+    save_config(Config(), tmp_path / "all.toml")
+    text = (tmp_path / "all.toml").read_text()
+    for key, annotation in setting_types():
+        if NoneType not in get_args(annotation) and key != "reward.options":
+            assert f"{key.rpartition('.')[2]} = " in text
+
+
+def test_leaving_unset_keys_out_of_a_file_loses_nothing() -> None:
+    for key, annotation in setting_types():
+        if NoneType in get_args(annotation):
+            section, _, name = key.rpartition(".")
+            assert getattr(getattr(Config(), section) if section else Config(), name) is None, key
+
+
+def test_settings_stay_few() -> None:
+    assert len(list(setting_types())) <= 80
+
+
+def test_every_setting_has_a_meaning() -> None:
+    def sections(model: type) -> list[type]:
+        return [model, *(part for f in model.model_fields.values() for part in inner(f.annotation))]  # type: ignore[attr-defined]
+
+    def inner(annotation: object) -> list[type]:
+        return sections(annotation) if hasattr(annotation, "model_fields") else []  # type: ignore[arg-type]
+
+    for section in sections(Config):
+        for name, field in section.model_fields.items():  # type: ignore[attr-defined]
+            assert hasattr(field.annotation, "model_fields") or field.description, f"{section.__name__}.{name}"
+
+
+def test_overrides_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
+    file = toml(tmp_path, "seed = 3\n[train]\nnum_steps = 7\nlearning_rate = 1e-5\n")
+    config = load_config(file, {"train.num_steps": 9, "model.path": "elsewhere"})
+    assert (config.seed, config.train.num_steps, config.train.learning_rate) == (3, 9, 1e-5)
+    assert config.model.path == "elsewhere"
+    assert config.train.beta == Config().train.beta
+
+
+def test_overrides_are_checked_together() -> None:
+    config = load_config("tiny_flux", {"explore.group_size": 6, "regenerate.group_size": 4})
+    assert (config.explore.group_size, config.regenerate.group_size) == (6, 4)
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("train.num_step", "train.num_steps"),
+        ("train.lr", "train.learning_rate"),
+        ("trian.num_steps", "train.num_steps"),
+        ("num_steps", "train.num_steps"),
+        ("explore.groupsize", "explore.group_size"),
+        ("sed", "seed"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_valid_one(key: str, nearest: str) -> None:
+    line = failure("tiny_flux", {key: 5})
+    assert f"unknown setting {key.split('.')[0]}" in line
+    assert line.endswith(f"nearest valid one is {nearest}"), line
+
+
+def test_a_mistake_says_whether_the_file_or_an_override_made_it(tmp_path: Path) -> None:
+    file = toml(tmp_path, "[train]\nnum_step = 7\n")
+    lines = failure(file, {"train.bet": 2}).splitlines()
+    assert len(lines) == 2, "one line a problem"
+    assert "train.num_step" in lines[0] and str(file) in lines[0]
+    assert "train.bet " in lines[1] and "(override)" in lines[1]
+    assert "unknown setting trainer (" in failure(toml(tmp_path, "[trainer]\n"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"train.num_steps": "many"}, ["train.num_steps", "'many'", "integer"]),
+        ({"train.num_steps": 0}, ["train.num_steps", "0", "greater than 0"]),
+        ({"train.learning_rate": float("inf")}, ["train.learning_rate", "inf", "finite"]),
+        ({"train.learning_rate": float("nan")}, ["train.learning_rate", "nan"]),
+        ({"model.dtype": "fp16"}, ["model.dtype", "'fp16'", "bfloat16"]),
+        ({"model.height": 33}, ["model.height", "33", "multiple of 8"]),
+        ({"deterministic": "maybe"}, ["deterministic", "'maybe'", "boolean"]),
+        ({"lora.targets": "to_q"}, ["lora.targets", "'to_q'"]),
+        ({"lora.dropout": 0.1}, ["lora.dropout", "0.1"]),
+        ({"train": 5}, ["train", "5"]),
+        ({"train.num_steps.x": 5}, ["train.num_steps.x", "not a section"]),
+        ({"regenerate.group_size": 25}, ["regenerate.group_size", "25", "even"]),
+        ({"explore.group_size": 4}, ["regenerate.group_size (12)", "explore.group_size (4)"]),
+        ({"batch.train": 7}, ["batch.train (7)", "batch.rollout"]),
+        ({"explore.enabled": False, "regenerate.enabled": False}, ["explore.enabled", "regenerate.enabled"]),
+        ({"train.timestep_fraction": 0.01}, ["train.timestep_fraction", "0.01"]),
+    ],
+)
+def test_an_impossible_value_is_named_in_one_line(overrides: dict[str, object], words: list[str]) -> None:
+    line = failure("tiny_flux", overrides)
+    assert len(line.splitlines()) == 1
+    for word in words:
+        assert word in line
+
+
+def test_a_config_that_is_not_there_lists_the_shipped_names(tmp_path: Path) -> None:
+    for missing in ("tiny_flx", tmp_path / "none.toml", "", "../configs/tiny_flux", tmp_path):
+        line = failure(missing)
+        assert "flux1_dev, tiny_flux, tiny_flux_long" in line and str(missing) in line
+
+
+def test_a_file_that_is_not_toml_names_the_line(tmp_path: Path) -> None:
+    line = failure(toml(tmp_path, "seed = 1\n[train\n"))
+    assert "mine.toml" in line and "line 2" in line
+
+
+def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "latin.toml"
+    path.write_bytes(b"seed = 1 # caf\xe9\n")
+    assert "latin.toml is not UTF-8" in failure(path)
+
+
+def test_flags_are_read_as_their_setting_wants_them() -> None:
+    flags = (
+        "--train.num-steps 5 --lora.targets to_q to_v --explore.quantize *attn* nvfp4 * full --model.revision None "
+        "--evaluate.rewards --seed=4 --explore.enabled false --train.learning_rate 1e-3 --output.dir runs/x"
+    )
+    config = load_config("tiny_flux", read_flags(flags.split()))
+    assert config.train.num_steps == 5
+    assert config.lora.targets == ("to_q", "to_v")
+    assert config.explore.quantize == (("*attn*", "nvfp4"), ("*", "full"))
+    assert config.model.revision is None
+    assert config.evaluate.rewards == ()
+    assert config.seed == 4
+    assert config.explore.enabled is False
+    assert config.train.learning_rate == 1e-3
+    assert config.output.dir == Path("runs/x")
+
+
+def test_reward_options_take_any_name_and_toml_values() -> None:
+    flags = ["--reward.options.model", "a/b", "--reward.options.scale", "2.5", "--reward.options.flag", "true"]
+    config = load_config("tiny_flux", read_flags(flags))
+    assert config.reward.options == {"model": "a/b", "scale": 2.5, "flag": True}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--train.num_steps"], "--train.num_steps takes one value, got none"),
+        (["--train.num_steps", "1", "2"], "takes one value, got 1 2"),
+        (["--seed", "1", "--seed", "2"], "--seed is given twice"),
+        (["stray"], "unexpected argument 'stray'"),
+    ],
+)
+def test_flags_that_make_no_sense_say_so(flags: list[str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        read_flags(flags)
+
+
+@given(
+    seed=st.integers(0, 2**63 - 1),
+    rate=st.floats(1e-12, 1e3),
+    betas=st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)),
+    path=st.text(st.characters(blacklist_categories=("Cs",)), max_size=20),
+    options=st.dictionaries(st.text(min_size=1, max_size=5), st.integers() | st.text(max_size=5) | st.booleans()),
+)
+def test_any_settings_survive_a_round_trip(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    rate: float,
+    betas: tuple[float, float],
+    path: str,
+    options: dict[str, int | str | bool],
+) -> None:
+    file = tmp_path_factory.mktemp("round") / "config.toml"
+    values = {"seed": seed, "train.learning_rate": rate, "train.adam_betas": betas, "model.path": path}
+    config = load_config("tiny_flux", {**values, "reward.options": options})
+    save_config(config, file)
+    assert load_config(file) == config
