@@ -27,8 +27,8 @@ def check_launcher(config: Config, environment: Mapping[str, str] = os.environ) 
     started = int(environment.get("WORLD_SIZE", "1"))
     if asked is not None and asked > 1 and asked != started:
         raise UsageError(
-            f"accelerate launch was asked for {asked} processes but started {started} (as it does with --cpu, or without "
-            f"GPUs); on CPUs use: {WORKING_CPU_LAUNCH.format(asked)}"
+            f"accelerate launch was asked for {asked} processes but started {started}, as it does with --cpu or "
+            f"without GPUs; on CPUs use: {WORKING_CPU_LAUNCH.format(asked)}"
         )
 
 
