@@ -15,7 +15,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -24,7 +23,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from solrl import ledger
+from solrl import __version__, ledger
 from solrl.config import Config
 from solrl.errors import SolrlError, UsageError
 from solrl.files import saving, sync_paths, temporary_of, write_atomic
@@ -265,7 +264,7 @@ def _write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "step": checkpoint.step,
         "heldout": checkpoint.heldout,
         "base": checkpoint.base,
-        "solrl": _own_version(),
+        "solrl": __version__,
         "sha256": hashlib.sha256(data).hexdigest(),
     }
     temporary = temporary_of(path)
@@ -374,10 +373,3 @@ def _last_metrics_step(dir: Path) -> int | None:
         lines = file.read().splitlines(keepends=True)
     whole = [line for line in lines if line.endswith(b"\n")]
     return int(json.loads(whole[-1])["step"]) if whole else None
-
-
-def _own_version() -> str:
-    try:
-        return version("solrl")
-    except PackageNotFoundError:  # run from a checkout
-        return "source"

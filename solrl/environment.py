@@ -6,14 +6,16 @@ import hashlib
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-PACKAGES = ("solrl", "torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "pillow")
+from solrl import __version__
+
+PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "pillow")
 
 
 def environment(device: torch.device, precision: str) -> dict[str, Any]:
@@ -21,7 +23,7 @@ def environment(device: torch.device, precision: str) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {"solrl": __version__} | {name: version(name) for name in PACKAGES},
         "git_commit": _git_commit(Path(__file__).resolve().parent),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type),
         "cuda": torch.version.cuda if device.type == "cuda" else None,
@@ -44,13 +46,6 @@ def fingerprint(module: nn.Module, skip: str = "lora_") -> str:
                 head = tensor.detach().flatten()[:256].to("cpu", torch.float32)
                 digest.update(head.contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # solrl itself, run from a checkout
-        return None
 
 
 def _cpu_model() -> str:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import safetensors.torch
 
+from solrl.checkpoint import Checkpoint, best_checkpoint, list_checkpoints, newest_checkpoint, read_checkpoint
 from solrl.config import Config
 from solrl.errors import SolrlError
 from solrl.files import saving, write_atomic
 from solrl.models.base import ASSETS
+from solrl.settings import load_config
 from solrl.types import LoraPair
 
 WEIGHTS = "pytorch_lora_weights.safetensors"
@@ -50,7 +53,7 @@ def export_lora(
     adapter = {
         "transformer.r": rank,
         "transformer.lora_alpha": rank,
-        "transformer.target_modules": list(pairs),
+        "transformer.target_modules": sorted(pairs),
     }
     metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(adapter, sort_keys=True), "solrl_step": str(step)}
     path = folder / WEIGHTS
@@ -60,6 +63,38 @@ def export_lora(
     card = model_card(config, step=step, weights=weights, num_layers=len(pairs), rewards=rewards or {})
     write_atomic(folder / "README.md", card.encode())
     return path
+
+
+def export_run(run_dir: Path, out: Path, *, step: int | Literal["best"] | None = None, raw: bool = False) -> Path:
+    """Export the averaged adapter (``raw``: the policy) of a run's checkpoint: the newest, the best, or one step's.
+
+    Loads no model: a checkpoint holds the adapters.
+    """
+    config, checkpoint = load_config(run_dir), _pick(run_dir, step)
+    kind, scale = "policy" if raw else "ema", config.lora.alpha / config.lora.rank
+    names = sorted(name.removesuffix(".A") for name in checkpoint.tensors if name.startswith(f"{kind}/"))
+    pairs = {
+        name.removeprefix(f"{kind}/"): LoraPair(checkpoint.tensors[f"{name}.A"], checkpoint.tensors[f"{name}.B"], scale)
+        for name in names
+        if not name.endswith(".B")
+    }
+    rewards = {config.reward.name: checkpoint.heldout} if checkpoint.heldout is not None and not raw else {}
+    weights = "policy" if raw else "average (EMA)"
+    return export_lora(out, pairs, config, step=checkpoint.step, weights=weights, rewards=rewards)
+
+
+def _pick(run_dir: Path, step: int | Literal["best"] | None) -> Checkpoint:
+    known = list_checkpoints(run_dir)
+    if step == "best":
+        step = best_checkpoint(run_dir)
+        if step is None:
+            raise SolrlError(f"no checkpoint of {run_dir} was evaluated: choose one by its step, or the newest")
+    if step is not None and step not in known:
+        raise SolrlError(f"{run_dir} has no checkpoint of step {step}; it has {', '.join(map(str, known)) or 'none'}")
+    checkpoint = newest_checkpoint(run_dir) if step is None else read_checkpoint(known[step])
+    if checkpoint is None:
+        raise SolrlError(f"{run_dir} has no checkpoint yet: nothing to export")
+    return checkpoint
 
 
 def model_card(config: Config, *, step: int, weights: str, num_layers: int, rewards: Mapping[str, float]) -> str:
