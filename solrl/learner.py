@@ -92,7 +92,7 @@ class Learner:
             "health/velocity_old_distance": losses[2],
             "health/old_distance": _distance(self.parameters, self.old_parameters),
             "health/policy_change": max(
-                float((p - q).abs().max()) for p, q in zip(self.parameters, before, strict=True)
+                float((p.detach() - q).abs().max()) for p, q in zip(self.parameters, before, strict=True)
             ),
         }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,8 +62,9 @@ def model_source(model: ModelConfig) -> str:
 def load_pipeline(pipeline_class: Any, model: ModelConfig, device: torch.device) -> Any:
     """A diffusers pipeline of ``pipeline_class`` with its modules on ``device``; a SolrlError says what is missing."""
     dtype = compute_dtype(model, device)
+    quiet_loading()
     try:
-        pipeline = pipeline_class.from_pretrained(model_source(model), revision=model.revision, torch_dtype=dtype)
+        pipeline = pipeline_class.from_pretrained(model_source(model), revision=model.revision, dtype=dtype)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise SolrlError(f"model.path {model.path} cannot be loaded: {first}") from error
@@ -73,6 +75,15 @@ def load_pipeline(pipeline_class: Any, model: ModelConfig, device: torch.device)
                 # Memory-mapped weights lie at odd addresses, on which a CPU's kernels round differently.
                 parameter.data = parameter.data.clone()
     return pipeline
+
+
+def quiet_loading() -> None:
+    """No progress bars while local files are read."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
 
 
 def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
@@ -86,6 +97,8 @@ def add_adapters(transformer: Any, lora: LoraConfig, run_seed: int) -> None:
     """Add "default" and "old"; raises UsageError where the targets match no layer."""
     import peft
 
+    # Two adapters on one model are what is wanted here; peft warns about them.
+    warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute", category=UserWarning)
     settings = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets))
     for name in ("default", "old"):
         try:
