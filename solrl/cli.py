@@ -6,11 +6,13 @@ commands, so that help and mistakes answer at once.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from solrl.config import Config
 from solrl.errors import SolrlError, UsageError
@@ -57,6 +59,10 @@ def _overview() -> str:
       Train a LoRA by reinforcement learning. CONFIG is a TOML file or one of
       {", ".join(shipped_configs())}.
       `solrl train --help` lists every setting.
+  replay RUN --step S --candidate I [--prompt G]
+      Draw a candidate of a finished step again, from the run's ledger.
+  report RUN
+      Write RUN/report.html anew.
   version
 
 Every command takes --help, and --debug to show where an error came from.
@@ -76,6 +82,39 @@ def _train(words: list[str]) -> None:
     from solrl.train import train
 
     train(config, resume=is_resume)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose mistakes are UsageErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message} ({self.prog} --help)")
+
+
+def _replay(words: list[str]) -> None:
+    parser = _Parser("solrl replay", description="Draw a ledger entry again, as it was drawn, and score it.")
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--step", type=int, required=True, help="a finished step, counted from 1")
+    parser.add_argument("--candidate", type=int, required=True, help="its candidate, counted from 0")
+    parser.add_argument("--prompt", type=int, help="count candidates within this prompt of the step (from 0)")
+    parser.add_argument("--out", type=Path, help="folder for the images (RUN/replay)")
+    parser.add_argument("--trust-code", action="store_true", help="run model or reward code that the run names")
+    chosen = parser.parse_args(words)
+    from solrl.replay import replay
+
+    replay(
+        chosen.run, chosen.step, chosen.candidate,
+        prompt_index=chosen.prompt, out=chosen.out, trust_code=chosen.trust_code,
+    )  # fmt: skip
+
+
+def _report(words: list[str]) -> None:
+    parser = _Parser("solrl report", description="Write RUN/report.html anew from what the run has recorded.")
+    parser.add_argument("run", type=Path, help="run folder")
+    chosen = parser.parse_args(words)
+    from solrl.report import write_report
+
+    print(write_report(chosen.run))
 
 
 def print_settings(config: Config) -> None:
@@ -108,4 +147,4 @@ def print_settings(config: Config) -> None:
     )
 
 
-COMMANDS: dict[str, Callable[[list[str]], None]] = {"train": _train}
+COMMANDS: dict[str, Callable[[list[str]], None]] = {"train": _train, "replay": _replay, "report": _report}

@@ -104,14 +104,16 @@ def _shipped_folder() -> Path:
 
 
 def _find(name_or_path: str | Path) -> Path:
-    path = Path(name_or_path)
-    if path.is_file():
-        return path
-    if path.is_dir() and (path / "config.toml").is_file():
-        return path / "config.toml"
-    name, names = str(name_or_path), shipped_configs()
+    """A shipped name wins over a file or folder of that name; ``./name`` means the latter."""
+    name, path, names = str(name_or_path), Path(name_or_path), shipped_configs()
     if name in names:
         return _shipped_folder() / f"{name}.toml"
+    if path.is_file():
+        return path
+    if (path / "config.toml").is_file():
+        return path / "config.toml"
+    if name and path.is_dir():
+        raise UsageError(f"{path} is not a run folder: it holds no config.toml")
     raise UsageError(f"no config {name!r}: neither a TOML file nor a shipped name ({', '.join(names)})")
 
 

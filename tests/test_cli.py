@@ -66,6 +66,9 @@ def test_debug_shows_where_an_error_came_from(
         (["train", "tiny_flux", "--train.num_step", "5"], "nearest valid one is train.num_steps"),
         (["train", "tiny_flux", "--train.num_steps", "five"], "train.num_steps = 'five'"),
         (["train", "tiny_flux", "--explore.precision", "nvfp3"], "explore.precision = 'nvfp3'"),
+        (["replay", "runs/x"], "required: --step, --candidate"),
+        (["replay", "runs/x", "--step", "one", "--candidate", "0"], "--step: invalid int value: 'one'"),
+        (["report"], "required: run"),
         (["train", "tiny_flux", "extra"], "unexpected argument 'extra'"),
         (["train", "tiny_flux", "--resume", "yes"], "unexpected argument 'yes'"),
     ],
@@ -86,6 +89,13 @@ def test_launcher_settings_stop_the_command(
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     assert cli.main(["train", "tiny_flux"]) == 2
     assert "DeepSpeed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [name for name in cli.COMMANDS if name != "train"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main([command, "--help"])
+    assert done.value.code == 0 and f"usage: solrl {command}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])

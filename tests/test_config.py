@@ -137,9 +137,20 @@ def test_an_impossible_value_is_named_in_one_line(overrides: dict[str, object], 
 
 
 def test_a_config_that_is_not_there_lists_the_shipped_names(tmp_path: Path) -> None:
-    for missing in ("tiny_flx", tmp_path / "none.toml", "", "../configs/tiny_flux", tmp_path):
+    for missing in ("tiny_flx", tmp_path / "none.toml", "", "../configs/tiny_flux"):
         line = failure(missing)
         assert "flux1_dev, tiny_flux, tiny_flux_long" in line and str(missing) in line
+
+
+def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
+    assert "not a run folder" in failure(tmp_path)
+
+
+def test_a_shipped_name_wins_over_a_folder_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny_flux").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load_config("tiny_flux").model.height == 32
+    assert "not a run folder" in failure("./tiny_flux")
 
 
 def test_a_file_that_is_not_toml_names_the_line(tmp_path: Path) -> None:
