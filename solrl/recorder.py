@@ -105,6 +105,7 @@ class Recorder:
         if self._folder:
             checkpoint = newest_checkpoint(self.config.output.dir)
             if checkpoint:
+                checkpoint.check_base(self._base)
                 self.session.load_state_dict(checkpoint.tensors)
                 step += checkpoint.step
         self.step = int(self.world.broadcast_(step))
@@ -114,7 +115,7 @@ class Recorder:
     def _open_heldout(self) -> HeldOut:
         config, session = self.config, self.session
         prompts = session.heldout_prompts[: config.evaluate.num_prompts]
-        others = {name: open_reward(name, self.world.device) for name in config.evaluate.rewards}
+        others = {name: open_reward(name) for name in config.evaluate.rewards}
         rewards = {config.reward.name: session.reward} | others
         return HeldOut(prompts, session.policy.encode(prompts), rewards)
 

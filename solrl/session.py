@@ -22,7 +22,7 @@ from solrl.prompts import load_prompt_lists
 from solrl.quant.backends import choose_precision
 from solrl.quant.trees import RolloutTrees, SyncReport
 from solrl.rollout import rollout, score
-from solrl.types import Conditioning, LoraPair, Policy, Reward, Scores, Seeds
+from solrl.types import Conditioning, LoraPair, Policy, Reward, Scores, Seeds, UsageError
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
     """A session at step 0, calibrated. Everything that can be wrong with settings or files is found here."""
     train_prompts, heldout_prompts = load_prompt_lists(config)
     precision, line = choose_precision(config.explore, world.device)
-    reward = open_reward(config.reward.name, world.device, config.reward.options)
+    reward = open_reward(config.reward.name, config.reward.options)
     policy = load_policy(config, world.device)
     trees = RolloutTrees(policy.transformer, precision, config.explore.quantize)
     session = Session(
@@ -139,9 +139,12 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
     return session
 
 
-def open_reward(name: str, device: torch.device, options: dict[str, Any] | None = None) -> Reward:
-    """A reward by name or dotted path, on ``device``."""
+def open_reward(name: str, options: dict[str, Any] | None = None) -> Reward:
+    """A reward by name or dotted path; UsageError where there is none, or it refuses its options."""
     from solrl_rewards import load_reward
 
-    reward: Reward = load_reward(name, **(options or {}))
+    try:
+        reward: Reward = load_reward(name, **(options or {}))
+    except (ValueError, OSError) as error:
+        raise UsageError(f"reward.name: {str(error).splitlines()[0]}") from error
     return reward
