@@ -26,10 +26,7 @@ def checkout(folder: Path, program: str) -> None:
 
 
 def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    # without the variables of a `make test` that runs these tests
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
-    }
+    environment = {"PATH": os.environ["PATH"]}  # none of the variables of a `make test` that runs these tests
     return subprocess.run(["make", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
 
 
