@@ -49,7 +49,7 @@ class LoraConfig(Section):
     """Scale numerator: the adapter adds alpha / rank * B @ A."""
     targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
     """Layer names or suffixes, as peft matches them."""
-    dropout: Literal[0.0] = 0.0
+    dropout: float = Field(0.0, ge=0, le=0)
     """Always 0: with dropout the policy and its old copy would differ by chance."""
 
 
@@ -140,7 +140,7 @@ class TrainConfig(Section):
     advantage_clip: float = Field(5.0, gt=0)
     """Advantages are clipped to plus or minus this."""
     advantage_std: Literal["global", "group"] = "global"
-    """Spread that advantages are divided by: of all rewards of the step (reference code) or of the group (paper Eq. 3)."""
+    """Spread that advantages are divided by: of the step's rewards (reference code) or of the group's (paper Eq. 3)."""
     old_decay_rate: float = Field(0.001, ge=0)
     """old_policy <- d old_policy + (1 - d) policy with d = min(rate * step, cap)."""
     old_decay_cap: float = Field(0.5, ge=0, lt=1)

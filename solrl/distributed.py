@@ -90,7 +90,7 @@ class OrderFreeSum:
         self.limit = 2.0 ** (62 - FIXED_POINT_BITS) / max(num_addends, 1)
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Add the tensors, flattened one after the other. Raises SolrlError where a value is not finite or too large."""
+        """Add the tensors, flattened one after the other. Raises SolrlError where one is not finite or too large."""
         flat = torch.cat([t.detach().reshape(-1) for t in tensors])
         largest = float(flat.abs().max())
         if not largest < self.limit:

@@ -76,7 +76,8 @@ class Learner:
                 total.add([*(p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters), losses])
                 self.optimizer.zero_grad()
         summed = total.result(world)
-        gradient, losses = summed[:-3].float(), summed[-3:].tolist()
+        gradient = summed[:-3].float()
+        policy_loss, kl, old_distance = summed[-3:].tolist()
         for parameter, part in zip(self.parameters, gradient.split([p.numel() for p in self.parameters]), strict=True):
             parameter.grad = part.view_as(parameter)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.train.max_grad_norm, error_if_nonfinite=True)
@@ -86,10 +87,10 @@ class Learner:
         self.step += 1
         self._average()
         return {
-            "loss/policy": losses[0],
-            "loss/kl": losses[1],
+            "loss/policy": policy_loss,
+            "loss/kl": kl,
             "grad_norm": float(norm),
-            "health/velocity_old_distance": losses[2],
+            "health/velocity_old_distance": old_distance,
             "health/old_distance": _distance(self.parameters, self.old_parameters),
             "health/policy_change": max(
                 float((p.detach() - q).abs().max()) for p, q in zip(self.parameters, before, strict=True)
@@ -186,7 +187,7 @@ def compute_autocast(policy: Policy) -> AbstractContextManager[object]:
     return torch.autocast(policy.device.type, dtype)
 
 
-def _distance(some: list[nn.Parameter], others: list[nn.Parameter]) -> float:
+def _distance(some: list[Tensor], others: list[Tensor]) -> float:
     """Euclidean distance of two lists of tensors."""
     with torch.no_grad():
         squares = [(a - b).square().sum() for a, b in zip(some, others, strict=True)]

@@ -215,7 +215,7 @@ def _batches(samples: int, size: int, world_size: int) -> str:
 
 
 def _reward_metrics(record: StepRecord) -> dict[str, float]:
-    metrics = {}
+    metrics: dict[str, float] = {}
     values = record.rewards.values[record.rewards.present]
     if len(values):
         metrics |= {"reward/mean": float(values.mean()), "reward/std": float(values.std(correction=0))}

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parts import ALONE, CPU, never, tiny_config
 
 from solrl.distributed import OrderFreeSum
 from solrl.groups import group_seeds, noise
@@ -15,6 +14,7 @@ from solrl.learner import Learner, TrainingSet
 from solrl.models import adapter, load_policy, lora_state
 from solrl.objectives.nft import nft_loss
 from solrl.types import Policy, SolrlError
+from tests.parts import ALONE, CPU, never, tiny_config
 
 PROMPTS = ["a red circle left of a blue square", "a green cross above a cyan triangle"]
 

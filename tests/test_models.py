@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.parts import CPU, tiny_config
 
 from solrl.groups import group_seeds, noise
 from solrl.models import adapter, load_policy, lora_state
 from solrl.models.flux import FluxPolicy
 from solrl.samplers import sample
 from solrl.types import SolrlError, UsageError
+from tests.parts import CPU, tiny_config
 
 PROMPTS = ["a red circle left of a blue square", "a green cross above a cyan triangle"]
 

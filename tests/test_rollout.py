@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.parts import ALONE, CPU, Redness, never, stopwatch, tiny_config
 from torch import Tensor
 
 from solrl.groups import group_seeds
 from solrl.models import load_policy
 from solrl.rollout import ScoreBoard, call_reward, exchange_clean, rollout, score
 from solrl.types import Policy, Rollouts, Scores, Seeds, SolrlError
+from tests.parts import ALONE, CPU, Redness, never, stopwatch, tiny_config
 
 PROMPTS = ["a red circle left of a blue square", "a green cross above a cyan triangle"]
 

@@ -26,7 +26,7 @@ FAMILIES = {"flux": "solrl.models.flux:FluxPolicy"}
 
 
 def load_policy(config: Config, device: torch.device) -> Policy:
-    """The policy a config names, on ``device``: frozen weights, adapters "default" and "old" equal and active "default".
+    """The policy a config names, on ``device``: frozen weights, equal adapters "default" (active) and "old".
 
     A layer's initial adapter is A ~ N(0, 1/rank) and B = 0, drawn from the run seed.
     """
@@ -34,7 +34,7 @@ def load_policy(config: Config, device: torch.device) -> Policy:
     policy.requires_grad_(False).eval()
     add_adapters(policy.transformer, config.lora, config.seed)
     if config.model.gradient_checkpointing:
-        policy.transformer.enable_gradient_checkpointing()  # type: ignore[operator]
+        policy.transformer.enable_gradient_checkpointing()
     return policy
 
 
@@ -124,7 +124,7 @@ def lora_state(transformer: nn.Module, name: str) -> dict[str, LoraPair]:
     }
 
 
-def lora_parameters(transformer: nn.Module, name: str) -> list[nn.Parameter]:
+def lora_parameters(transformer: nn.Module, name: str) -> list[Tensor]:
     """The adapter's parameters: A and B of each layer, in the order of ``lora_state``."""
     layers = _adapter_layers(transformer).values()
     return [matrix[name].weight for layer in layers for matrix in (layer.lora_A, layer.lora_B)]

@@ -28,9 +28,9 @@ def nft_loss(
     """One loss per sample: (policy [B], kl [B]), float32.
 
     ``velocity``, ``old_velocity``, ``reference_velocity``, ``noised``, ``clean`` are [B, ...]; ``sigma`` and
-    ``advantages`` are [B]. policy = clip [ r L+ / beta + (1 - r) L- / beta ], r = clamp(A, +-clip) / (2 clip) + 1/2, L =
-    mean((x0 - clean)^2 / w), w = mean |x0 - clean| without gradient, at least 1e-5, per sample and per sign. kl =
-    mean((v - v_reference)^2), zeros without a reference.
+    ``advantages`` are [B]. policy = clip [ r L+ / beta + (1 - r) L- / beta ], r = clamp(A, +-clip) / (2 clip) + 1/2,
+    L = mean((x0 - clean)^2 / w), w = mean |x0 - clean| without gradient, at least 1e-5, per sample and per sign.
+    kl = mean((v - v_reference)^2), zeros without a reference.
     """
     velocity, old_velocity, noised, clean = (t.float() for t in (velocity, old_velocity.detach(), noised, clean))
     positive = beta * velocity + (1 - beta) * old_velocity
