@@ -71,6 +71,14 @@ class Checkpoint:
     base: str | None = None
     """Fingerprint of the frozen weights the adapters belong to (solrl.environment.fingerprint)."""
 
+    def check_base(self, base: str) -> None:
+        """Raise SolrlError where the frozen weights loaded now are others than the run's."""
+        if self.base not in (None, base):
+            raise SolrlError(
+                "the model has other weights now than when the run began; restore model.path and model.revision, "
+                "or start a new run in another output.dir"
+            )
+
 
 class RunFolder:
     """A run folder held by this process; nobody else can write to it until ``close`` or the end of the process."""

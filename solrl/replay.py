@@ -98,8 +98,7 @@ def _advance(session: Session, run_dir: Path, step: int, report: Callable[[str],
     checkpoint = newest_checkpoint(run_dir, at_most=step)
     first = 0
     if checkpoint:
-        if checkpoint.base not in (None, fingerprint(session.policy.transformer)):
-            raise SolrlError(f"{session.config.model.path} has other weights than the run in {run_dir} started from")
+        checkpoint.check_base(fingerprint(session.policy.transformer))
         session.load_state_dict(checkpoint.tensors)
         first = checkpoint.step
     where = f"checkpoint step {first}" if checkpoint else "the start"
@@ -157,7 +156,7 @@ def _find(entries: list[LedgerEntry], step: int, candidate: int, prompt_index: i
 
 def _refuse_code(run_dir: Path, config: Config) -> None:
     for key, name in (("model.family", config.model.family), ("reward.name", config.reward.name)):
-        if ":" in name or "." in name:
+        if ":" in name:
             raise UsageError(f"{run_dir} runs code of its own ({key} = {name}); pass --trust-code if you trust it")
 
 
