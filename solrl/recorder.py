@@ -6,6 +6,7 @@ to the newest checkpoint and cuts off what came after it.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -204,7 +205,7 @@ class Recorder:
                          f"{_batches(kept, batch.rollout, size)}")  # fmt: skip
         lines.append(f"update    {kept} samples x {config.num_train_timesteps} timesteps: "
                      f"{_batches(kept, batch.train, size)}, 1 optimizer step")  # fmt: skip
-        return lines
+        return [piece for line in lines for piece in textwrap.wrap(line, 80, subsequent_indent=" " * 10)]
 
 
 def _batches(samples: int, size: int, world_size: int) -> str:

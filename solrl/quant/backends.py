@@ -15,9 +15,9 @@ def choose_precision(explore: ExploreConfig, device: torch.device) -> tuple[str,
     """
     if explore.precision == "emulated_nvfp4":
         return "emulated_nvfp4", (
-            f"emulated NVFP4, {explore.num_steps} steps: the numbers of FP4 hardware, computed in full precision at "
-            "1.1 to 1.5 times its cost; for studying fidelity, not for speed"
+            f"emulated NVFP4, {explore.num_steps} steps: FP4's numbers at up to 1.5 times the cost of full precision; "
+            "for studying fidelity, not for speed"
         )
-    chosen = "" if explore.precision == "full" else "auto: no FP4 or FP8 kernels in this version; "
-    cost = "emulated_nvfp4 would cost 1.1 to 1.5 times as much"
+    chosen = "" if explore.precision == "full" else "auto: this version has no FP4 or FP8 kernels; "
+    cost = "emulated_nvfp4 would cost up to 1.5 times as much a step"
     return "full", f"full precision, {explore.num_steps} steps ({chosen}{cost})"
