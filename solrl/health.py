@@ -29,6 +29,24 @@ CLEAN_NORM_FACTOR = 10.0
 """Clean latents may grow to this multiple of their size at the run's first step. Learning changes it by percents."""
 
 
+MEANINGS = {
+    "loss/policy": "DiffusionNFT loss; it often rises while the reward improves, so it is no sign of health",
+    "loss/kl": "squared velocity distance to the adapter-free model",
+    "grad_norm": "length of the gradient before clipping",
+    "health/trained_groups": "groups with different rewards that were trained on",
+    "health/skipped_groups": "groups left out for want of spread or scores",
+    "health/zero_std_groups": "groups whose scores were all equal",
+    "health/missing_share": "share of scores the reward could not give",
+    "health/nonfinite": "values that were NaN or infinite",
+    "health/clean_norm": "root mean square of the trained latents",
+    "health/old_distance": "distance of policy and old_policy weights",
+    "health/velocity_old_distance": "squared velocity distance of policy and old_policy",
+    "health/policy_change": "largest change of an adapter weight in the step",
+    "health/synced_bytes": "bytes of explorer and rollout weights changed by the sync",
+}
+"""What the metrics of update and health say, for people."""
+
+
 @dataclass(frozen=True)
 class StepFacts:
     """What a step counted and measured, equal on every rank. None: it did not happen in this step."""

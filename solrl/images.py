@@ -6,6 +6,7 @@ images out again and set captions in type.
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from collections.abc import Sequence
@@ -24,6 +25,9 @@ SMALLEST, LARGEST = 96, 256
 MARGIN, GAP, LINE = 16, 8, 20
 INK, FAINT, PAPER = "#1c1e21", "#6a7078", "#ffffff"
 KEY = "solrl-grid"
+
+PIXEL_ART = 128
+"""Images up to this width are embedded and shown pixel by pixel; larger ones are compressed as photographs."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,17 @@ def load_grid(path: Path) -> Grid:
         return Grid(facts["prompts"], facts["rewards"], images)
     except (OSError, KeyError, TypeError, ValueError, SyntaxError) as error:
         raise SolrlError(f"{path} is not an image grid of solrl ({error}); remove it to go on without it") from error
+
+
+def data_url(image: Image.Image) -> str:
+    """The image as a URL that needs no file."""
+    buffer = io.BytesIO()
+    if image.width <= PIXEL_ART:
+        image.save(buffer, format="png", optimize=True)
+    else:
+        image.save(buffer, format="jpeg", quality=88)
+    kind = "png" if image.width <= PIXEL_ART else "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _shrunk(box: Sequence[int], factor: int) -> tuple[int, int]:
