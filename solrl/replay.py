@@ -101,8 +101,8 @@ def _advance(session: Session, run_dir: Path, step: int, report: Callable[[str],
         checkpoint.check_base(fingerprint(session.policy.transformer))
         session.load_state_dict(checkpoint.tensors)
         first = checkpoint.step
-    where = f"checkpoint step {first}" if checkpoint else "the start"
-    report(f"from {where}" + (f", running {step - first} steps again" if step > first else ""))
+    where, again = f"checkpoint step {first}" if checkpoint else "the start", step - first
+    report(f"from {where}" + (f", running {again} step{'s' * (again > 1)} again" if again else ""))
     for number in range(first + 1, step + 1):
         record = run_step(session, number, Stopwatch(session.world.device))
         drawn = [(prompt, seed) for prompt, row in zip(record.prompts, record.seeds, strict=True) for seed in row]
