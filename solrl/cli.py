@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shows_traceback = True
     try:
         _run(words)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough (`| head`); Python would complain again when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except SolrlError as error:
         if shows_traceback:
             traceback.print_exc()
@@ -135,16 +140,17 @@ def print_settings(config: Config) -> None:
             str_from_instance=lambda value: [f"{key}={item}" for key, item in value.items()] or ["none"],
         )
 
-    tyro.cli(
-        Config,
-        args=["--help"],
-        default=config,
-        prog="solrl train CONFIG [--resume]",
-        description="Flags override the file. Defaults shown are CONFIG's where one is given.",
-        use_underscores=True,
-        config=(tyro.conf.FlagConversionOff,),
-        registry=registry,
-    )
+    with suppress(SystemExit):
+        tyro.cli(
+            Config,
+            args=["--help"],
+            default=config,
+            prog="solrl train CONFIG [--resume]",
+            description="Flags override the file. Defaults shown are CONFIG's where one is given.",
+            use_underscores=True,
+            config=(tyro.conf.FlagConversionOff,),
+            registry=registry,
+        )
 
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {"train": _train, "replay": _replay, "report": _report}
