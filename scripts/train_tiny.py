@@ -3,6 +3,7 @@
     python scripts/train_tiny.py flux       # autoencoder, then text encoders and transformer by flow matching
     python scripts/train_tiny.py clip       # contrastively, against in-batch captions and one changed word each
     python scripts/train_tiny.py prompts
+    python scripts/train_tiny.py check      # measure what is there
 
 Without further flags each command repeats the recipe of what ships. All randomness is seeded and schedules count steps,
 so a run repeats itself exactly on the same machine with the same number of threads.
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL, FluxPipeline
 from diffusers.models.activations import GELU
 from solrl_rewards import scenes
+from tiny_check import check_flux
 from tiny_clip import train_clip
 from tiny_kernels import quick_arithmetic
 from tiny_models import TEXT_LENGTH, build_flux
@@ -222,7 +224,15 @@ def parse_arguments() -> argparse.Namespace:
     prompts.add_argument("--train", type=int, default=1024, help="training prompts, with two objects")
     prompts.add_argument("--heldout", type=int, default=64, help="held-out prompts, with two objects")
     prompts.add_argument("--single", type=int, default=64, help="prompts with one object")
-    for command in (flux, clip, prompts):
+    check = commands.add_parser("check", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    check.set_defaults(run=check_flux)
+    check.add_argument("--model", type=Path, default=ASSETS / "tiny_flux", help="pipeline folder")
+    check.add_argument("--clip", type=Path, default=ASSETS / "tiny_clip", help="CLIP folder")
+    check.add_argument("--prompts", type=Path, default=ASSETS / "prompts", help="folder of the prompt files")
+    check.add_argument("--images", type=int, default=512, help="images a prompt file")
+    check.add_argument("--num-steps", type=int, nargs="+", default=[6, 10], help="sampling steps")
+    check.add_argument("--grid", type=Path, default=Path("tiny_flux.png"), help="picture to write")
+    for command in (flux, clip, prompts, check):
         command.add_argument("--seed", type=int, default=1, help="of all randomness")
         command.add_argument("--threads", type=int, default=1, help="CPU threads")
     return parser.parse_args()

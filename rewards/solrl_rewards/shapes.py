@@ -25,7 +25,8 @@ from solrl_rewards import scenes
 from solrl_rewards.inputs import check_inputs
 
 OBJECT_AREA = 24.0  # pixels of a colour from which it is fully present; the smallest object has 41
-PAINT_SHARPNESS = 0.01  # squared distance in RGB by which a worse fitting colour loses a factor e
+PAINT_SHARPNESS = 0.01  # squared sine between two colours by which the worse fitting one loses a factor e
+FAINT_INK = 0.02  # squared distance in RGB from the background below which the colour of a pixel counts less
 FAINT = 0.2  # degrees of paint below this are noise
 OVERLAP_SHARPNESS = 0.03  # overlap by which a worse fitting shape loses a factor e
 OVERLAP_RANGE = (0.4, 0.9)  # overlaps that count as no fit and as a full one
@@ -78,7 +79,8 @@ def paint_masks(images: Tensor) -> Tensor:
     length = paints.square().sum(1)[:, None, None]
     degree = (projected / length).clamp(0, 1)
     # |ink - degree * paint|^2, expanded so that no [B, 8, 3, H, W] tensor is made
-    misfit = ink.square().sum(1, keepdim=True) - 2 * degree * projected + degree.square() * length
+    amount = ink.square().sum(1, keepdim=True)
+    misfit = (amount - 2 * degree * projected + degree.square() * length) / (amount + FAINT_INK)
     strength = ((degree - FAINT) / (1 - 2 * FAINT)).clamp(0, 1)
     return strength * torch.softmax(-misfit / PAINT_SHARPNESS, 1)
 
