@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?=
-EXTRAS ?= dev
+EXTRAS ?= dev,bench
 JOBS ?= 2
 CONFIG ?= tiny_flux
 
