@@ -1,0 +1,47 @@
+"""``python -m benchmarks NAME [options]``; without a name, what there is. Exit codes: 1 failed, 2 bad usage."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from solrl.errors import SolrlError, UsageError
+
+BENCHMARKS = {
+    "ranking_fidelity": "does the explorer order candidates as the full rollout does? beside the paper's Table 8",
+    "extreme_value": "the reward range that survives cheap exploration, beside the bound of the paper's Appendix A",
+    "host_overhead": "noise, copies, preprocessing, selection, ledger, images at the real geometry, without a model",
+    "step_overhead": "the share of a training step that is not velocity, decode, scoring or backward",
+    "emulation_cost": "what emulating NVFP4 costs, against full precision",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one benchmark and return the process's exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    try:
+        return _run(words[0], words[1:])
+    except SolrlError as error:
+        print(f"benchmarks: error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _run(name: str, words: list[str]) -> int:
+    if name not in BENCHMARKS:
+        nearest = difflib.get_close_matches(name, BENCHMARKS, n=1, cutoff=0.0)[0]
+        raise UsageError(f"no benchmark {name!r}; the nearest is {nearest} (python -m benchmarks lists them)")
+    return int(importlib.import_module(f"benchmarks.{name}").main(words))
+
+
+def _overview() -> str:
+    lines = [f"  {name:17} {line}" for name, line in BENCHMARKS.items()]
+    return "\n".join(["usage: python -m benchmarks NAME [options]   (NAME --help lists them)", "", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
