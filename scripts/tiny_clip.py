@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from solrl_rewards import scenes
 from tiny_kernels import quick_arithmetic
 from tiny_models import build_clip
-from tiny_steps import caption_ids, scene_batch, set_learning_rate, warmup_hold_decay
+from tiny_steps import caption_ids, scene_batch, set_learning_rate, tidy_configs, warmup_hold_decay
 from torch import Tensor, nn
 from transformers import CLIPModel, CLIPTokenizer
 
@@ -136,3 +136,4 @@ def train_clip(args: argparse.Namespace) -> None:
     model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     (args.out / "preprocessor_config.json").write_text(json.dumps(PREPROCESSING, indent=2) + "\n")
+    tidy_configs(args.out)

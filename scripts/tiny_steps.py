@@ -1,7 +1,9 @@
-"""What the training loops of the tiny models share: scenes to learn from, their captions' tokens, the learning rate."""
+"""What the training of the tiny models shares: scenes, tokens of their captions, the learning rate, saved configs."""
 
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from solrl_rewards import scenes
@@ -32,3 +34,13 @@ def scene_batch(rng: random.Random, size: int, single: float) -> tuple[list[str]
     """Captions, and their images in [0, 1]."""
     drawn = [scenes.sample_scene(rng, single) for _ in range(size)]
     return [str(scene.caption) for scene in drawn], scenes.render(drawn)
+
+
+def tidy_configs(folder: Path) -> None:
+    """Every config.json in `folder` asks for float32, in which the models compute, and names no local path."""
+    for path in folder.rglob("config.json"):
+        config = json.loads(path.read_text())
+        config.pop("_name_or_path", None)
+        if "dtype" in config:
+            config["dtype"] = "float32"  # transformers would otherwise compute in the bfloat16 of the file
+        path.write_text(json.dumps(config, indent=2) + "\n")

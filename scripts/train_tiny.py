@@ -28,7 +28,7 @@ from tiny_clip import train_clip
 from tiny_kernels import quick_arithmetic
 from tiny_models import TEXT_LENGTH, build_flux
 from tiny_prompts import write_prompts
-from tiny_steps import caption_ids, scene_batch, set_learning_rate, warmup_hold_decay
+from tiny_steps import caption_ids, scene_batch, set_learning_rate, tidy_configs, warmup_hold_decay
 from torch import Tensor, nn
 
 ASSETS = Path(__file__).parent.parent / "solrl" / "assets"
@@ -178,6 +178,7 @@ def save_pipeline(pipeline: FluxPipeline, average: nn.ModuleDict, out: Path) -> 
     modules["vae"] = copy.deepcopy(pipeline.vae).to(torch.bfloat16)
     fresh = out.with_name(out.name + ".new")
     FluxPipeline(**(pipeline.components | modules)).save_pretrained(fresh)
+    tidy_configs(fresh)
     if out.exists():
         shutil.rmtree(out)
     fresh.rename(out)
