@@ -152,12 +152,13 @@ def measure(config: Config, num_steps: int) -> list[Step]:
 
 def _timed_parts(session: Session) -> list[tuple[Any, str, str]]:
     """(owner, attribute, name): the model's parts first, then everything worth a name."""
-    from solrl import evaluate, learner, ledger, recorder, rollout
     from solrl.checkpoint import RunFolder
     from solrl.distributed import OrderFreeSum
     from solrl.tracking import Tracking
 
-    train: Any = importlib.import_module("solrl.train")
+    # by path: some of these names are functions in solrl itself
+    names = ("train", "rollout", "learner", "evaluate", "recorder", "ledger")
+    train, rollout, learner, evaluate, recorder, ledger = (importlib.import_module(f"solrl.{name}") for name in names)
     policy, learner_class = type(session.policy), type(session.learner)
     return [
         (policy, "velocity", "velocity"),
