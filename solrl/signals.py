@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -15,11 +16,16 @@ class SignalStop:
 
     A second SIGINT raises KeyboardInterrupt at once: files are written atomically, so even that loses nothing
     but the unfinished step. Outside the main thread no handler can be installed, and none is.
+
+    A launcher sends the signal to all processes. Only rank 0, which saves, leaves because of it: were another rank to
+    leave first, rank 0 would be stuck in a sum. The others fail in their next sum once it is gone, which then is no
+    failure but the same stop.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         """The first signal that asked for a stop."""
+        self._is_main = os.environ.get("RANK", "0") == "0"
         self._interrupts = 0
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -36,11 +42,17 @@ class SignalStop:
             # None: the handler was not set from Python and cannot be put back by name
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
+        if self.received and not self._is_main and isinstance(error, RuntimeError):
+            raise self._stopped() from error
 
     def __call__(self) -> None:
-        """Raise ``Interrupted`` if a signal has asked for a stop."""
-        if self.received is not None:
-            raise Interrupted(f"stopped by {self.received.name}; continue with --resume")
+        """Raise ``Interrupted`` if a signal has asked this process for a stop and it is the one that saves."""
+        if self.received and self._is_main:
+            raise self._stopped()
+
+    def _stopped(self) -> Interrupted:
+        assert self.received
+        return Interrupted(f"stopped by {self.received.name}; continue with --resume")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +13,37 @@ import pytest
 
 from solrl.errors import SolrlError
 
+Outcome = tuple[int, str]
+"""(exit code or minus the signal, message of the SolrlError)."""
 
-def in_child(action: Callable[[], object]) -> tuple[int, str]:
-    """(exit code or minus the signal, message of the SolrlError) of ``action`` in a forked process."""
+
+def in_child(action: Callable[[], object]) -> Outcome:
+    """What becomes of ``action`` in a forked process; 99 is an error that is no SolrlError, shown on stderr."""
+    return _wait(*_start(action))
+
+
+def in_children(size: int, action: Callable[[int], object]) -> list[Outcome]:
+    """The same for ``size`` processes at once, given their rank, in the environment that a launcher makes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def as_rank(rank: int) -> object:
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true",
+        )  # fmt: skip
+        return action(rank)
+
+    children = [_start(lambda rank=rank: as_rank(rank)) for rank in range(size)]
+    return [_wait(*child) for child in children]
+
+
+def _start(action: Callable[[], object]) -> tuple[int, int]:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        code = 99  # anything but a SolrlError: pytest shows its traceback as captured output
+        code = 99
         try:
             action()
             code = 0
@@ -25,12 +51,14 @@ def in_child(action: Callable[[], object]) -> tuple[int, str]:
             os.write(writer, str(error).encode())
             code = error.exit_code
         except BaseException:
-            import traceback
-
             traceback.print_exc()
         finally:
             os._exit(code)
     os.close(writer)
+    return child, reader
+
+
+def _wait(child: int, reader: int) -> Outcome:
     with os.fdopen(reader) as pipe:
         message = pipe.read()
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), message

@@ -18,6 +18,7 @@ from solrl.config import Config
 from solrl.errors import SolrlError, UsageError
 from solrl.ledger import LedgerEntry
 from solrl.settings import load_config
+from tests.children import in_child
 
 ENVIRONMENT: dict[str, Any] = {"python": "3.11", "precision": "full"}
 
@@ -71,25 +72,6 @@ def assert_equal(some: Checkpoint | None, other: Checkpoint) -> None:
     assert some.tensors.keys() == other.tensors.keys()
     for name, tensor in some.tensors.items():
         assert tensor.dtype == other.tensors[name].dtype and torch.equal(tensor, other.tensors[name])
-
-
-def in_child(action: Callable[[], None]) -> tuple[int, str]:
-    """(exit status, message of the SolrlError) of ``action`` in a forked process of its own."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            action()
-            os._exit(0)
-        except SolrlError as error:
-            os.write(writer, str(error).encode())
-            os._exit(error.exit_code)
-        finally:
-            os._exit(99)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        message = pipe.read()
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), message
 
 
 def test_a_checkpoint_reads_back_bit_for_bit(tmp_path: Path) -> None:
@@ -274,7 +256,7 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_old_state_or_the_new(
                 for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "open"):
                     monkeypatch.setattr(os, name, counted(getattr(os, name)))
                 folder.save(state(5))
-                os._exit(0)
+                monkeypatch.undo()  # closing is not saving
 
         status, _ = in_child(die_at_a_call)
         with RunFolder.resume(dir, config(dir), ENVIRONMENT, warn=pytest.fail):

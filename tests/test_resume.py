@@ -26,7 +26,7 @@ from solrl.checkpoint import checkpoint_path, list_checkpoints, newest_checkpoin
 from solrl.config import Config
 from solrl.errors import SolrlError
 from solrl.train import train
-from tests.children import in_child, signal_at
+from tests.children import in_child, in_children, signal_at
 from tests.parts import tiny_config
 
 
@@ -118,6 +118,10 @@ def killed_and_resumed(dir: Path, reference: Path, monkeypatch: pytest.MonkeyPat
     assert_same_run(dir, reference)
 
 
+def remove_checkpoint(dir: Path, step: int) -> None:
+    shutil.rmtree(checkpoint_path(dir, step))
+
+
 @pytest.mark.parametrize(
     ("number", "where", "saved"),
     [
@@ -145,10 +149,28 @@ def test_a_signal_saves_the_last_whole_step_and_exits_3(
     assert code == 3 and number.name in message
     assert max(list_checkpoints(tmp_path), default=None) == saved
     assert in_child(lambda: train(run_config(tmp_path), resume=True)) == (0, "")
-    for step in {1, 2} & set(list_checkpoints(tmp_path)) - set(list_checkpoints(uninterrupted)):
-        for path in checkpoint_path(tmp_path, step).iterdir():
-            path.unlink()
-        checkpoint_path(tmp_path, step).rmdir()  # the extra one that the signal made
+    if saved == 1:
+        remove_checkpoint(tmp_path, 1)  # the extra one that the signal made
+    assert_same_run(tmp_path, uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_that_hear", [(0, 1), (0,)])
+def test_of_two_processes_the_one_that_saves_leaves_first(
+    tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, ranks_that_hear: tuple[int, ...]
+) -> None:
+    def run_until_stopped(rank: int) -> None:
+        if rank in ranks_that_hear:  # rank 1 hears it first
+            moment = (solrl.rollout, "call_reward", 4) if rank else (solrl.learner, "nft_loss", 6)
+            signal_at(monkeypatch, *moment, signal.SIGTERM)
+        train(run_config(tmp_path))
+
+    outcomes = in_children(2, run_until_stopped)
+    assert outcomes[0][0] == 3
+    assert outcomes[1][0] == (3 if 1 in ranks_that_hear else 99)
+    assert list(list_checkpoints(tmp_path)) == [1]
+    assert in_child(lambda: train(run_config(tmp_path), resume=True)) == (0, "")
+    remove_checkpoint(tmp_path, 1)
     assert_same_run(tmp_path, uninterrupted)
 
 

@@ -51,3 +51,13 @@ def test_outside_the_main_thread_it_is_inert() -> None:
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+def test_only_the_rank_that_saves_leaves_and_the_others_follow_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(Interrupted, match="SIGTERM"), SignalStop() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop()
+        raise RuntimeError("connection closed by peer")
+    with pytest.raises(RuntimeError, match="closed"), SignalStop():
+        raise RuntimeError("connection closed by peer")  # without a signal it is a failure
