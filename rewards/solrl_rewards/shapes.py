@@ -30,7 +30,7 @@ FAINT_INK = 0.02  # squared distance in RGB from the background below which the 
 FAINT = 0.2  # degrees of paint below this are noise
 OVERLAP_SHARPNESS = 0.03  # overlap by which a worse fitting shape loses a factor e
 OVERLAP_RANGE = (0.4, 0.9)  # overlaps that count as no fit and as a full one
-CLEAR_OFFSET, OFFSET_SOFTNESS = 3.0, 1.0  # pixels: half of the credit for a direction, and its slope
+CLEAR_OFFSET, OFFSET_SOFTNESS = 2.5, 1.5  # pixels: half of the credit for a direction, and its slope
 STRAY_RANGE = (0.05, 0.55)  # shares of wrong paint that cost nothing and everything
 SHAPE_WEIGHT, RELATION_WEIGHT = 0.7, 0.6
 # Mean squared distance to the centroid over squared radius, and the centroid's y over radius, for each shape.
