@@ -49,16 +49,23 @@ class Scale:
 
 
 def line_chart(
-    title: str, series: Sequence[Series], *, summary: str, unit: str = "", levels: Sequence[tuple[float, str]] = ()
+    title: str,
+    series: Sequence[Series],
+    *,
+    summary: str,
+    end: float = 0,
+    unit: str = "",
+    levels: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Curves over steps. ``levels`` are named horizontal lines; ``summary`` is read out instead of the picture."""
+    """Curves over steps, from 0 to ``end`` at least. ``levels`` are named horizontal lines; ``summary`` is read out
+    instead of the picture."""
     series = [thinned(s) for s in series if len(s.xs)]
     if not series:
         return ""
     reach = [
         y + sign * e for s in series for y, e in zip(s.ys, s.errors or [0] * len(s.ys), strict=True) for sign in (-1, 1)
     ]
-    x_scale = _scale([0.0, *(x for s in series for x in s.xs)], WIDTH, margin=0)
+    x_scale = _scale([0.0, end, *(x for s in series for x in s.xs)], WIDTH, margin=0)
     y_scale = _scale([*reach, *(value for value, _ in levels)], HEIGHT, margin=0.06)
     drawn = "".join(_curve(s, x_scale, y_scale) for s in series)
     return _figure(title, unit, series, x_scale, y_scale, drawn, summary, levels)

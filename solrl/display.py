@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -55,12 +56,13 @@ class Display:
     def phase(self, name: str) -> None:
         """Say what is being done now; seen on a terminal only."""
         self.current = name
-        if self.live and not self.live.is_started:
-            self.live.start()
+        self._show()
 
     def step(self, row: Mapping[str, float]) -> None:
         """A step ended with these metrics."""
         self._take(row)
+        self.current = ""
+        self._show()
         if row["step"] > 0:
             self.ended.append(time.monotonic())
         else:
@@ -75,6 +77,11 @@ class Display:
         self.current = ""
         if self.live and self.live.is_started:
             self.live.stop()
+
+    def _show(self) -> None:
+        """Begin to paint with the first thing to show: lines printed before stay above."""
+        if self.live and not self.live.is_started:
+            self.live.start()
 
     def _take(self, row: Mapping[str, float]) -> None:
         mean = row.get(f"eval/{self.reward}/mean")
@@ -173,43 +180,45 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole // 60 % 60:02d}m"
 
 
-def plan_lines(config: Config, *, device: str, world_size: int, policy_precision: str, explorer: str) -> list[str]:
-    """What the run is about to do, with everything that was derived from the settings."""
+def plan_lines(config: Config, *, device: str, world_size: int, policy: str, explorer: str) -> list[str]:
+    """What the run is about to do, with everything that was derived from the settings; at most WIDTH columns.
+
+    ``policy`` and ``explorer`` say what the models are and in which precision they compute.
+    """
     explore, regenerate, train = config.explore, config.regenerate, config.train
-    per_step, timesteps = config.prompts.per_step, config.num_train_timesteps
+    samples = config.prompts.per_step * config.regenerate.group_size
+    batches, passes = -(-samples // config.batch.train), 3 if train.kl_weight > 0 else 2
     processes = "1 process" if world_size == 1 else f"{world_size} processes"
-    lines = [
-        f"run         {config.output.dir}, seed {config.seed}, {train.num_steps} steps",
-        f"device      {device}, {processes}; policy {policy_precision}",
-        f"explorer    {explorer}",
-    ]
-    for name, stage in (("explore", explore), ("regenerate", regenerate)):
-        if stage.enabled:
-            lines.append(_stage_line(name, stage, config, world_size))
-    if explore.enabled and regenerate.enabled:
-        keep = regenerate.group_size
-        lines.insert(4, f"select      {keep // 2} best and {keep // 2} worst of {explore.group_size} per prompt")
-    samples = per_step * config.train_stage.group_size
-    pairs, batches = samples * timesteps, -(-samples // config.batch.train)
-    passes = 3 if train.kl_weight > 0 else 2
-    lines += [
-        f"update      {samples} samples x {timesteps} timesteps = {pairs} pairs, "
-        f"{passes} forward and 1 backward pass each;",
-        f"            1 optimizer step over {batches} micro-batches of {config.batch.train}"
-        f"{_padding(samples, batches * config.batch.train)}",
-        f"evaluate    {_evaluation(config)}",
-    ]
-    return lines
+    facts = {
+        "run": f"{config.output.dir}, seed {config.seed}, {train.num_steps} steps",
+        "device": f"{device}, {processes}",
+        "policy": policy,
+    }
+    if explore.enabled:
+        facts["explorer"] = explorer
+        facts["explore"] = _stage(explore, config, world_size)
+        half = regenerate.group_size // 2
+        facts["select"] = f"{half} best and {half} worst of {explore.group_size} per prompt"
+    if regenerate.enabled:
+        facts["regenerate"] = _stage(regenerate, config, world_size)
+    facts["update"] = (
+        f"{samples} samples x {config.num_train_timesteps} timesteps = {samples * config.num_train_timesteps} pairs, "
+        f"{passes} forward and 1 backward pass each; {batches} micro-batches of {config.batch.train}"
+        f"{_padding(samples, batches * config.batch.train)}, 1 optimizer step"
+    )
+    facts["evaluate"] = _evaluation(config)
+    lines = [f"{name:<11} {text}" for name, text in facts.items()]
+    return [piece for line in lines for piece in textwrap.wrap(line, WIDTH, subsequent_indent=" " * 12)]
 
 
-def _stage_line(name: str, stage: StageConfig, config: Config, world_size: int) -> str:
+def _stage(stage: StageConfig, config: Config, world_size: int) -> str:
     """Samples of a stage, the micro-batches they are drawn in, and what filling those up costs."""
     samples, size = config.prompts.per_step * stage.group_size, config.batch.rollout
     batches = -(-samples // size)
     rounds = -(-batches // world_size)
     share = f", {rounds} a process" if world_size > 1 else ""
     return (
-        f"{name:<11} {config.prompts.per_step} prompts x {stage.group_size} = {samples} samples, {stage.num_steps} "
+        f"{config.prompts.per_step} prompts x {stage.group_size} = {samples} samples, {stage.num_steps} "
         f"{stage.solver} steps, {batches} micro-batches of {size}{share}"
         f"{_padding(samples, rounds * world_size * size)}"
     )

@@ -86,9 +86,8 @@ def _environment(run_dir: Path) -> dict[str, Any]:
 
 
 def _header(run_dir: Path, config: Config, environment: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    steps = [row for row in rows if row["step"] > 0]
-    done = int(steps[-1]["step"]) if steps else 0
-    hours = math.fsum(_seconds(row) for row in rows)
+    done = _last_step(rows)
+    seconds = math.fsum(_seconds(row) for row in rows)
     gpu, cpu = environment.get("device", "unknown"), environment.get("cpu", "unknown")
     hardware = f"{cpu}, {environment.get('num_cpus', '?')} CPUs" if gpu == "cpu" else gpu
     explore = config.explore
@@ -97,7 +96,7 @@ def _header(run_dir: Path, config: Config, environment: Mapping[str, Any], rows:
         ("Model", f"{config.model.path}, {config.model.width} x {config.model.height}, LoRA rank {config.lora.rank}"),
         ("Trained reward", config.reward.name),
         ("Steps", f"{done} of {config.train.num_steps}"),
-        ("Time", _duration(hours) if rows else "none yet"),
+        ("Time", _duration(seconds) if rows else "none yet"),
         ("Candidates", _candidates(config)),
         ("Hardware", str(hardware)),
     ]
@@ -145,13 +144,13 @@ def _verdict(config: Config, rows: Sequence[Row]) -> tuple[str, str]:
 def _rewards(config: Config, rows: Sequence[Row]) -> str:
     names = sorted({key.split("/")[1] for row in rows for key in row if key.startswith("eval/")})
     names.sort(key=lambda name: name != config.reward.name)  # the trained one first
-    charts = []
+    charts, end = [], _last_step(rows)
     for color, name in zip((3, 4, 7, 5, 6, 8) * len(names), names, strict=False):
         points, errors = _column(rows, f"eval/{name}/mean"), dict(_column(rows, f"eval/{name}/stderr"))
         bars = [errors.get(x, 0.0) for x, _ in points]
         role = "trained on" if name == config.reward.name else "watched only"
         series = Series(f"averaged weights, {role}", *_split(points), color, "dots", bars)
-        charts.append(line_chart(f"Held-out {name}", [series], summary=_summary(f"Held-out {name}", points)))
+        charts.append(line_chart(f"Held-out {name}", [series], summary=_summary(f"Held-out {name}", points), end=end))
     training = []
     for color, key, name in ((1, "reward/mean", "reward"), (2, "proxy_reward/mean", "proxy reward")):
         curve = Series(name, *_split(_column(rows, key)), color)
@@ -161,7 +160,7 @@ def _rewards(config: Config, rows: Sequence[Row]) -> str:
         else:
             training.append(curve)
     summary = _summary("Training reward", _column(rows, "reward/mean"))
-    charts.append(line_chart("Training rewards", training, summary=summary))
+    charts.append(line_chart("Training rewards", training, summary=summary, end=end))
     if not any(charts):
         return "<section><h2>Rewards</h2><p class=note>No step has ended yet.</p></section>"
     return (
@@ -195,10 +194,10 @@ def _fidelity(config: Config, rows: Sequence[Row]) -> str:
     levels = [(_perfect("top_rank", pool, keep), "perfect"), ((pool + 1) / 2, "chance")]
     levels.append((_perfect("bottom_rank", pool, keep), "perfect"))
     charts = line_chart(
-        "Rank correlation of proxy reward and reward", correlations,
+        "Rank correlation of proxy reward and reward", correlations, end=_last_step(rows),
         summary=_summary("Spearman correlation over the kept candidates", kept["spearman"]),
     ) + line_chart(
-        "Mean true rank, whole group", ranks, unit=f"1 = best of {pool}", levels=levels,
+        "Mean true rank, whole group", ranks, end=_last_step(rows), unit=f"1 = best of {pool}", levels=levels,
         summary=_summary(f"Mean true rank of the proxy's best {keep // 2}", full["top_rank"]),
     )  # fmt: skip
     return (
@@ -356,6 +355,10 @@ def _details(run_dir: Path, environment: Mapping[str, Any]) -> str:
         f"<details><summary>Environment</summary><pre>{facts}</pre></details>"
         f'<h2>Files beside this page</h2><ul class="files">{"".join(links)}</ul></section>'
     )
+
+
+def _last_step(rows: Sequence[Row]) -> int:
+    return int(rows[-1]["step"]) if rows else 0
 
 
 def _column(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:

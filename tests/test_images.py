@@ -1,5 +1,8 @@
 """Grids hold the pixels that were drawn, and what belongs to them."""
 
+import base64
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -61,5 +64,8 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path):
 
 
 def test_pixel_art_is_embedded_without_loss_and_photographs_compressed():
-    assert data_url(Image.new("RGB", (32, 32))).startswith("data:image/png;base64,")
-    assert data_url(Image.new("RGB", (256, 256))).startswith("data:image/jpeg;base64,")
+    for width, kind in ((32, "PNG"), (256, "JPEG")):
+        head, data = data_url(Image.new("RGB", (width, width))).split(",")
+        assert head == f"data:image/{kind.lower()};base64"
+        with Image.open(io.BytesIO(base64.b64decode(data))) as picture:
+            assert picture.format == kind and picture.size == (width, width)

@@ -66,7 +66,7 @@ TITLES = (
 
 def step_row(step: int) -> dict[str, float]:
     row = {
-        "step": step, "reward/mean": 0.4 + step / 100, "reward/std": 0.2, "proxy_reward/mean": 0.35 + step / 100,
+        "step": step, "reward/mean": 0.4 + step / 100, "reward/std": 0.2, "proxy_reward/mean": 0.75 - step / 100,
         "fidelity/kept_spearman": 0.8 + step / 1000, "fidelity/kept_kendall": 0.6, "fidelity/kept_top_rank": 7.0,
         "fidelity/kept_bottom_rank": 18.0, "loss/policy": 4.0 + step, "loss/kl": 0.001, "grad_norm": 0.02 * step,
         "time/explore_s": 3.0, "time/score_s": 0.25, "time/update_s": 2.0 + step / 10, "time/total_s": 6.0 + step / 10,
@@ -142,7 +142,7 @@ def test_the_headline_says_what_happened_to_the_heldout_reward_with_its_error(fi
     assert "Held-out shapes reward rose from 0.438 to 0.637 (+46%)" in finished.text
     assert "0.438 \u00b1 0.013 before, 0.637 \u00b1 0.013 at step 40 (standard error over prompts)" in finished.text
     assert "emulated NVFP4, 1.4x the time" in finished.text and "Some <CPU>, 2 CPUs" in finished.text
-    assert "40 of 40" in finished.text
+    assert "40 of 40" in finished.text and "96 explored, 24 kept for each of 48 prompts a step" in finished.text
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_the_last_values_of_every_curve_equal_the_last_metrics(finished):
     assert last("Held-out shapes") == {"averaged weights, trained on": "0.637 \u00b1 0.013"}
     assert last("Held-out clip_score") == {"averaged weights, watched only": "0.270 \u00b1 0.002"}
     rewards = last("Training rewards")
-    assert rewards["reward"] == number(row["reward/mean"]) and rewards["proxy reward"] == "0.750"
+    assert rewards["reward"] == number(row["reward/mean"]) and rewards["proxy reward"] == "0.350"
     fidelity = last("Rank correlation of proxy reward and reward")
     assert fidelity["Spearman, kept only (range-restricted)"] == "0.840"
     assert fidelity["Spearman, whole group of 96 (audited steps)"] == "0.910"
@@ -180,6 +180,14 @@ def test_kept_and_whole_group_fidelity_have_their_own_perfect_and_chance_values(
     assert "kept as best 7 6.50 / 12.5 8.40 6.50 / 48.5" in text
     assert "kept as worst 18 18.5 / 12.5 87.4 90.5 / 48.5" in text
     assert "\u2013 0.700 1 / 0.125" in text  # overlap: of the whole group only
+
+
+def test_every_curve_ends_where_the_run_does(tmp_path):
+    make_run(tmp_path / "run", 15, images=False)
+    charts = read(tmp_path / "run").charts()
+    assert charts["Training rewards"]["at"][-1] == 100
+    assert charts["Mean true rank, whole group"]["at"] == [66.67]  # the audit of step 10
+    assert charts["Held-out shapes"]["at"] == [0, 66.67]
 
 
 def test_time_shares_cover_the_run_and_evaluation_stands_apart(finished):
@@ -227,6 +235,7 @@ def test_a_run_without_exploration_says_that_fidelity_was_not_measured(tmp_path)
     make_run(tmp_path / "run", 2, explore={"enabled": False})
     page = read(tmp_path / "run")
     assert "only one of the two stages draws samples" in page.text and "off: plain DiffusionNFT" in page.text
+    assert "24 for each of 48 prompts a step" in page.text
 
 
 def test_damaged_files_are_errors_that_name_them(tmp_path):
@@ -267,7 +276,8 @@ def test_smoothing_is_a_trailing_mean():
 def test_constant_and_single_values_have_a_chart():
     for ys in ([0.0], [3.0, 3.0], [-1e-12, 1e-12]):
         assert "NaN" not in line_chart("t", [Series("r", range(len(ys)), ys)], summary="")
-    assert "nan" not in stacked_chart("t", [1], [Series("a", [1], [0.0], 1, "area")], summary="").lower()
+    single = stacked_chart("t", [1], [Series("a", [1], [0.0], 1, "area")], summary="")
+    assert "nan" not in single.lower() and 'points="0.0,300.0 1000.0,300.0 ' in single  # as wide as the chart
 
 
 def test_ticks_are_round_and_inside():

@@ -169,6 +169,14 @@ def test_a_terminal_shows_progress_rewards_fidelity_and_phases_and_keeps_them_at
     assert stream.getvalue().endswith("\x1b[?25h")  # the cursor is back
 
 
+def test_a_resumed_run_paints_from_its_first_step_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    with Tracking(config(tmp_path, train={"num_steps": 4}), is_main=True, stream=stream) as tracking:
+        tracking.log({**ROW, "step": 3})
+    assert "3/4" in stream.getvalue()
+
+
 def test_the_remaining_time_comes_from_the_pace_of_the_steps(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("solrl.display.time.monotonic", lambda: now[0])
@@ -183,24 +191,28 @@ def test_the_remaining_time_comes_from_the_pace_of_the_steps(tmp_path, monkeypat
     assert [duration(s) for s in (0.4, 59, 185, 7445)] == ["0s", "59s", "3m05s", "2h04m"]
 
 
+def plan(settings: Config, world_size: int) -> str:
+    lines = plan_lines(settings, device="cpu", world_size=world_size, policy="tiny, float32", explorer="emulated NVFP4")
+    assert max(map(len, lines)) <= 80
+    return " ".join(" ".join(lines).split())
+
+
 def test_the_plan_derives_batches_padding_and_step_arithmetic(tmp_path):
     settings = config(tmp_path, prompts={"per_step": 5}, explore={"group_size": 30}, regenerate={"group_size": 8})
-    lines = plan_lines(settings, device="cpu", world_size=2, policy_precision="float32", explorer="emulated NVFP4")
-    text = "\n".join(lines)
-    assert "device      cpu, 2 processes; policy float32" in text and "explorer    emulated NVFP4" in text
+    text = plan(settings, world_size=2)
+    assert "device cpu, 2 processes policy tiny, float32 explorer emulated NVFP4" in text
     # 150 samples in 7 micro-batches of 24: 4 rounds of 2 processes hold 192
     assert "5 prompts x 30 = 150 samples, 6 dpm2 steps, 7 micro-batches of 24, 4 a process (+28% padding)" in text
     assert "5 prompts x 8 = 40 samples, 10 dpm2 steps, 2 micro-batches of 24, 1 a process (+20% padding)" in text
     assert "4 best and 4 worst of 30 per prompt" in text
     assert "40 samples x 6 timesteps = 240 pairs, 3 forward and 1 backward pass each" in text
-    assert "1 optimizer step over 4 micro-batches of 12 (+20% padding)" in text
+    assert "4 micro-batches of 12 (+20% padding), 1 optimizer step" in text
 
 
-def test_the_plan_of_plain_training_names_no_explored_candidates(tmp_path):
-    settings = config(tmp_path, explore={"enabled": False}, train={"kl_weight": 0})
-    lines = plan_lines(settings, device="cpu", world_size=1, policy_precision="float32", explorer="off")
-    assert not any(line.startswith(("explore ", "select")) for line in lines)
-    assert any("2 forward and 1 backward" in line for line in lines)
+def test_the_plan_of_plain_training_names_no_explorer_and_no_reference_pass(tmp_path):
+    text = plan(config(tmp_path, explore={"enabled": False}, train={"kl_weight": 0}), world_size=1)
+    assert "explore" not in text and "select" not in text and "2 forward and 1 backward" in text
+    assert "48 prompts x 24 = 1152 samples, 10 dpm2 steps, 48 micro-batches of 24 update" in text  # no padding
 
 
 def test_an_unknown_tracker_names_the_nearest_and_a_missing_one_its_pip_command():
