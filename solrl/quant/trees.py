@@ -1,0 +1,299 @@
+"""The two copies of a transformer that rollouts are drawn with.
+
+``rollout`` has the policy's precision, ``explorer`` is its quantized sibling. Neither contains a PEFT layer: an adapted
+layer is one linear with the adapter merged into a weight of its own, refreshed in place by `requantize_`. All other
+parameters are the frozen base's own storages, so a tree costs memory only for adapted (and, in the explorer, quantized)
+layers. Modules are never shared: switching the policy's adapters or its train mode reaches no tree.
+
+`requantize_` proves what it did before it returns, because a rollout tree that silently stays behind looks like a
+policy that does not learn.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from solrl.errors import SolrlError
+from solrl.quant.layers import (
+    FLUX_RULES,
+    LayerFormat,
+    Rules,
+    counting_rows,
+    format_report,
+    plan_layers,
+    quantized_share,
+)
+from solrl.quant.linear import QuantLinear, SharedInput
+from solrl.quant.nvfp4 import BLOCK, BlockCounts, count_blocks
+from solrl.types import LoraPair
+
+HEADROOM = 16.0
+"""Static activation scales allow for this many times the largest magnitude seen in calibration: free (see nvfp4.py)."""
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What `requantize_` did."""
+
+    num_layers: int
+    max_change: float
+    """Largest change of a merged weight."""
+    changed_bytes: int
+    """In the rollout tree's weights and the explorer's packed weights and scales together."""
+
+
+class RolloutTrees:
+    """``rollout`` and ``explorer`` of a transformer with LoRA adapters; for precision "full" they are one module.
+
+    They hold the base weights until the first `requantize_`.
+    """
+
+    def __init__(self, transformer: nn.Module, precision: str, rules: Rules | None = None) -> None:
+        if precision not in ("full", "emulated_nvfp4"):
+            raise SolrlError(f"explorer precision {precision!r} is unknown; use full or emulated_nvfp4")
+        self.precision = precision
+        self._base = _base_layers(transformer)
+        self.rollout: nn.Module = _without_adapters(transformer)
+        self.explorer: nn.Module = self.rollout
+        self.plan: list[LayerFormat] = []
+        self._rows: dict[str, int] = {}
+        if precision == "emulated_nvfp4":
+            self.plan = plan_layers(self.rollout, FLUX_RULES if rules is None else rules)
+            self.explorer = _quantized_sibling(self.rollout, self.plan)
+        self._pointers = self._data_pointers()
+
+    @property
+    def adapted(self) -> list[str]:
+        """Names of the layers that carry an adapter."""
+        return list(self._base)
+
+    def quant_layers(self) -> dict[str, QuantLinear]:
+        """The explorer's quantized layers by name; none for precision "full"."""
+        return {name: module for name, module in self.explorer.named_modules() if isinstance(module, QuantLinear)}
+
+    def report(self) -> list[str]:
+        """Which layers run in which format, as text; after a calibration also what share of the work is quantized."""
+        lines = format_report(self.plan)
+        if self._rows:
+            lines.append(f"{quantized_share(self.plan, self._rows):.1%} of the linear layers' work is quantized")
+        return lines
+
+    @torch.no_grad()
+    def requantize_(self, adapters: Mapping[str, LoraPair]) -> SyncReport:
+        """Merge ``adapters`` into both trees, in place. Raises a SolrlError unless every buffer provably followed."""
+        self._check_bound(adapters)
+        changes = [self._sync(name, _merge(base, adapters[name], name)) for name, base in self._base.items()]
+        if self._data_pointers() != self._pointers:
+            raise SolrlError("a weight of a rollout tree was replaced instead of filled in place; build the trees anew")
+        return SyncReport(len(changes), max(change for change, _ in changes), sum(count for _, count in changes))
+
+    @contextmanager
+    def calibration(self) -> Iterator[None]:
+        """Inside, quantized layers scale each input by its own amax and remember the largest."""
+        layers = self.quant_layers()
+        for layer in layers.values():
+            layer.start_observing()
+        try:
+            with counting_rows(self.explorer, self._rows):
+                yield
+        finally:
+            for layer in layers.values():
+                layer.stop_observing()
+
+    def set_activation_scales_(self) -> None:
+        """Fix each layer's activation amax: what calibration saw, times HEADROOM, rounded up to a power of two."""
+        for name, layer in self.quant_layers().items():
+            seen = 0.0 if layer.observed is None else float(layer.observed)
+            if not 0 < seen < math.inf:
+                raise SolrlError(
+                    f"{name} saw no usable input in calibration (largest magnitude {seen}); raise "
+                    f'explore.calibration_batches or put ("{name}", "full") first in explore.quantize'
+                )
+            layer.set_act_amax_(_power_of_two_above(seen * HEADROOM))
+
+    def activation_scales(self) -> dict[str, Tensor]:
+        """Activation amax by layer, for a checkpoint."""
+        return {name: layer.act_amax.clone() for name, layer in self.quant_layers().items() if layer.is_calibrated}
+
+    def load_activation_scales_(self, scales: Mapping[str, Tensor]) -> None:
+        """Take over saved ``activation_scales``; layers must be exactly the quantized ones."""
+        layers = self.quant_layers()
+        _require_same("saved activation scales", set(scales), "quantized layers", set(layers))
+        for name, layer in layers.items():
+            layer.set_act_amax_(float(scales[name]))
+
+    @contextmanager
+    def audit(self) -> Iterator[dict[str, BlockCounts]]:
+        """Inside, counts by layer the activation blocks that clip or lose precision. As dear as quantizing twice."""
+        counts: dict[str, BlockCounts] = {}
+
+        def count(name: str, layer: QuantLinear, x: Tensor) -> None:
+            new = count_blocks(x, layer.act_amax)
+            counts[name] = BlockCounts(*map(sum, zip(counts.get(name, (0, 0, 0)), new, strict=True)))
+
+        handles = [
+            layer.register_forward_pre_hook(lambda module, args, name=name: count(name, module, args[0]))
+            for name, layer in self.quant_layers().items()
+        ]
+        try:
+            yield counts
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _check_bound(self, adapters: Mapping[str, LoraPair]) -> None:
+        """Layers that carry an adapter == layers given, and every number finite, before anything is written."""
+        _require_same("given adapters", set(adapters), "adapted layers", set(self._base))
+        for name, pair in adapters.items():
+            if not bool(pair.a.isfinite().all() & pair.b.isfinite().all()) or not math.isfinite(pair.scale):
+                raise SolrlError(f"adapter of {name} holds non-finite values; the trees were left as they were")
+
+    def _sync(self, name: str, merged: Tensor) -> tuple[float, int]:
+        """Bring one layer of both trees to ``merged`` [out, in] float32; (largest change, changed bytes)."""
+        weight = _weight_of(self.rollout, name)
+        rounded = merged.to(weight.dtype)
+        change = (rounded.float() - weight.float()).abs_()
+        changed = _changed_bytes(weight, rounded)
+        weight.copy_(rounded)
+        layer = self.explorer.get_submodule(name)
+        if isinstance(layer, QuantLinear):
+            before = [stored.clone() for stored in (layer.qweight, layer.scales, layer.global_scale)]
+            steps = 2 * layer.scales.float() * layer.global_scale  # the widest gap between E2M1 numbers is 2
+            layer.requantize_(merged)
+            after = (layer.qweight, layer.scales, layer.global_scale)
+            requantized = sum(map(_changed_bytes, before, after))
+            if not requantized and bool((change.unflatten(-1, (-1, BLOCK)) > steps.unsqueeze(-1)).any()):
+                raise SolrlError(
+                    f"{name}: the weight moved by more than a quantization step but no stored byte changed"
+                )
+            changed += requantized
+            _require_agreement(name, layer, merged)
+        if not torch.equal(_weight_of(self.rollout, name), rounded):
+            raise SolrlError(f"{name}: the rollout tree's weight is not the merged one after it was written")
+        return float(change.max()), changed
+
+    def _data_pointers(self) -> dict[str, int]:
+        """Where every weight of an adapted layer lives."""
+        pointers = {f"rollout {name}": _weight_of(self.rollout, name).data_ptr() for name in self._base}
+        for name in self._base:
+            layer = self.explorer.get_submodule(name)
+            stored: dict[str, Tensor] = dict(layer.named_buffers()) or {"weight": _weight_of(self.explorer, name)}
+            pointers |= {f"explorer {name}.{key}": tensor.data_ptr() for key, tensor in stored.items()}
+        return pointers
+
+
+def _base_layers(transformer: nn.Module) -> dict[str, nn.Linear]:
+    """The frozen linear under each adapter, by the adapted layer's name."""
+    layers: dict[str, nn.Linear] = {}
+    for name, module in transformer.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            base: Any = module.get_base_layer()
+            if not isinstance(base, nn.Linear):
+                raise SolrlError(f"{name} is a {type(base).__name__}; only adapters on linear layers can be merged")
+            if module.merged:
+                raise SolrlError(f"an adapter is merged into {name}; unmerge it before rollout trees are built")
+            layers[name] = base
+    if not layers:
+        raise SolrlError("the transformer has no LoRA layer; add adapters before rollout trees are built")
+    return layers
+
+
+def _without_adapters(transformer: nn.Module) -> nn.Module:
+    """A frozen copy: plain linears with weights of their own for adapted layers, the original's storages elsewhere."""
+    memo = _aliases(transformer)
+    for module in transformer.modules():
+        if isinstance(module, BaseTunerLayer):
+            base: Any = module.get_base_layer()
+            memo[id(module)] = _linear(base.weight.detach().clone(), base.bias)
+    tree: Any = copy.deepcopy(transformer, memo)
+    if "peft_config" in vars(tree):  # diffusers' note that there are adapters
+        del tree.peft_config
+        tree._hf_peft_config_loaded = False
+    for module in tree.modules():
+        if "gradient_checkpointing" in vars(module):
+            module.gradient_checkpointing = False
+    return tree.requires_grad_(False).eval()
+
+
+def _quantized_sibling(rollout: nn.Module, plan: list[LayerFormat]) -> nn.Module:
+    """A copy of the rollout tree on its storages, with the planned layers quantized."""
+    memo = _aliases(rollout)
+    shared = SharedInput()
+    for layer in plan:
+        if layer.format == "nvfp4":
+            linear: Any = rollout.get_submodule(layer.name)
+            bias = None if linear.bias is None else linear.bias.detach()
+            quantized = QuantLinear(linear.weight, bias, dtype=linear.weight.dtype, name=layer.name, shared=shared)
+            _require_agreement(layer.name, quantized, linear.weight.float())
+            memo[id(linear)] = quantized
+    return copy.deepcopy(rollout, memo).eval()
+
+
+def _aliases(module: nn.Module) -> dict[int, Any]:
+    """A memo that makes deepcopy give every parameter and buffer a new tensor on the old storage."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()}
+    return memo | {id(buffer): buffer.detach() for buffer in module.buffers()}
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return linear
+
+
+def _weight_of(tree: nn.Module, name: str) -> Tensor:
+    linear: Any = tree.get_submodule(name)
+    weight: Tensor = linear.weight
+    return weight
+
+
+def _merge(base: nn.Linear, pair: LoraPair, name: str) -> Tensor:
+    """W + scale * b @ a in float32."""
+    if (pair.b.shape[0], pair.a.shape[1]) != tuple(base.weight.shape):
+        raise SolrlError(
+            f"adapter of {name} makes a {pair.b.shape[0]} x {pair.a.shape[1]} matrix, "
+            f"the layer's weight is {base.weight.shape[0]} x {base.weight.shape[1]}"
+        )
+    merged = base.weight.float() + pair.scale * (pair.b.float() @ pair.a.float())
+    if not bool(merged.isfinite().all()):
+        raise SolrlError(f"merged weight of {name} holds non-finite values")
+    return merged
+
+
+def _require_agreement(name: str, layer: QuantLinear, merged: Tensor) -> None:
+    """Every quantized weight is as close to ``merged`` as NVFP4's rounding allows.
+
+    Half the widest gap is one block scale (the rounding of that scale and of the result adds a little); where block
+    scales are subnormal, their own rounding (at most 2^-10) times the largest code, 6.
+    """
+    allowed = (layer.scales.float() * 1.05 + 6 * 2.0**-10) * layer.global_scale
+    error = (layer.dequantized.float() - merged).abs_().unflatten(-1, (-1, BLOCK))
+    if not bool((error <= allowed.unsqueeze(-1)).all()):
+        raise SolrlError(f"{name}: the explorer's weight is further from the merged one than NVFP4's rounding explains")
+
+
+def _changed_bytes(old: Tensor, new: Tensor) -> int:
+    return int((old.reshape(-1).view(torch.uint8) != new.reshape(-1).view(torch.uint8)).sum())
+
+
+def _require_same(what: str, given: set[str], whose: str, wanted: set[str]) -> None:
+    missing, extra = sorted(wanted - given), sorted(given - wanted)
+    if missing or extra:
+        example = f"missing {missing[0]}" if missing else f"unknown {extra[0]}"
+        raise SolrlError(f"{what} do not match the {whose}: {len(missing)} missing, {len(extra)} unknown ({example})")
+
+
+def _power_of_two_above(x: float) -> float:
+    mantissa, exponent = math.frexp(x)  # x = mantissa * 2^exponent, mantissa in [0.5, 1)
+    return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent)
