@@ -7,9 +7,14 @@ TORCH ?=
 EXTRAS ?= dev,bench
 JOBS ?= 2
 CONFIG ?= tiny_flux
+PROCESSES ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+# Two processes draw and train faster than one with two threads, and give the same bits as one.
+LAUNCH := ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --multi_gpu --num_processes $(PROCESSES) --num_machines 1 \
+	--main_process_port 0 --mixed_precision no --dynamo_backend no scripts/train.py
+TRAIN := $(if $(filter 1,$(PROCESSES)),$(BIN)/solrl train,$(LAUNCH))
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=5
 
 .PHONY: demo test test-slow check install
@@ -17,7 +22,7 @@ PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durati
 
 demo: $(STAMP)
 	@run=runs/demo; n=1; while [ -e $$run ]; do n=$$((n + 1)); run=runs/demo-$$n; done; \
-	$(BIN)/solrl train $(CONFIG) --output.dir $$run && echo "Open $$run/report.html in a browser."
+	$(TRAIN) $(CONFIG) --output.dir $$run && echo "Open $$run/report.html in a browser."
 
 test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile -m "not slow and not gpu"

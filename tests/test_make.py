@@ -13,13 +13,14 @@ ROOT = Path(__file__).parent.parent
 
 
 def checkout(folder: Path, program: str) -> None:
-    """A folder with the Makefile and an environment that counts as installed, whose `solrl` is ``program``."""
+    """A folder with the Makefile and an environment that counts as installed, whose `solrl` and `accelerate` are ``program``."""
     shutil.copy(ROOT / "Makefile", folder)
     (folder / "pyproject.toml").touch()
     binaries = folder / ".venv" / "bin"
     binaries.mkdir(parents=True)
-    (binaries / "solrl").write_text(f"#!/bin/sh\n{program}\n")
-    (binaries / "solrl").chmod(0o755)
+    for name in ("solrl", "accelerate"):
+        (binaries / name).write_text(f"#!/bin/sh\n{program}\n")
+        (binaries / name).chmod(0o755)
     stamp = folder / ".venv" / "installed"
     stamp.touch()
     os.utime(stamp, (time.time() + 1, time.time() + 1))
@@ -31,11 +32,15 @@ def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_make_demo_starts_each_run_in_a_folder_of_its_own(tmp_path: Path) -> None:
-    checkout(tmp_path, 'echo "args: $*"; mkdir -p "$4"')
-    for run in ("runs/demo", "runs/demo-2", "runs/demo-3"):
-        done = make(tmp_path, "demo")
+    checkout(tmp_path, 'echo "cpu: $ACCELERATE_USE_CPU args: $*"; for word; do last=$word; done; mkdir -p "$last"')
+    for run, words, start in (
+        ("runs/demo", ["PROCESSES=1"], "cpu:  args: train"),
+        ("runs/demo-2", [], "cpu: true args: launch --multi_gpu --num_processes 2"),
+        ("runs/demo-3", ["PROCESSES=4"], "cpu: true args: launch --multi_gpu --num_processes 4"),
+    ):
+        done = make(tmp_path, "demo", *words)
         assert done.returncode == 0, done.stderr
-        assert f"args: train tiny_flux --output.dir {run}\n" in done.stdout
+        assert start in done.stdout and f" tiny_flux --output.dir {run}\n" in done.stdout
         assert done.stdout.endswith(f"Open {run}/report.html in a browser.\n")
 
 
