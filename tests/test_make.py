@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def checkout(folder: Path, program: str) -> None:
-    """A folder with the Makefile and an environment that counts as installed, whose `solrl` and `accelerate` are ``program``."""
+    """A folder with the Makefile and an installed environment whose `solrl` and `accelerate` are ``program``."""
     shutil.copy(ROOT / "Makefile", folder)
     (folder / "pyproject.toml").touch()
     binaries = folder / ".venv" / "bin"
