@@ -92,10 +92,7 @@ class RunFolder:
         """A folder for a new run; an error if it holds one. A run that recorded nothing yet counts as none."""
         folder = cls(dir, _acquire(dir))
         try:
-            if _holds_results(dir):
-                raise UsageError(
-                    f"{dir} already holds a run; pass --resume to continue it or choose another output.dir"
-                )
+            check_folder(dir, resume=False)
             folder._write_settings(config, environment)
         except BaseException:
             folder.close()
@@ -108,8 +105,7 @@ class RunFolder:
 
         Damaged checkpoints are set aside under another name with a warning; metrics and ledger lose what came after.
         """
-        if not (dir / "config.toml").is_file():
-            raise UsageError(f"{dir} holds no run to resume; leave out --resume to start one there")
+        check_folder(dir, resume=True)
         folder = cls(dir, _acquire(dir))
         try:
             before = load_config(dir)
@@ -180,6 +176,14 @@ class RunFolder:
                     gone = temporary_of(paths[step])  # renamed first: a half-removed folder must not look complete
                     os.rename(paths[step], gone)
                     shutil.rmtree(gone)
+
+
+def check_folder(dir: Path, resume: bool) -> None:
+    """UsageError where a run cannot start (or, with ``resume``, go on) in ``dir``; before anything slow is loaded."""
+    if resume and not (dir / "config.toml").is_file():
+        raise UsageError(f"{dir} holds no run to resume; leave out --resume to start one there")
+    if not resume and _holds_results(dir):
+        raise UsageError(f"{dir} already holds a run; pass --resume to continue it or choose another output.dir")
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 from solrl.config import Config
 from solrl.errors import SolrlError, UsageError
-from solrl.launch import check_launcher
 from solrl.settings import load_config, read_flags, shipped_configs
 
 
@@ -83,7 +82,6 @@ def _train(words: list[str]) -> None:
     if name is None:
         raise UsageError(f"solrl train CONFIG ...: a TOML file or one of {', '.join(shipped_configs())} comes first")
     config = load_config(name, read_flags(words[1:]))
-    check_launcher(config)
     from solrl.train import train
 
     train(config, resume=is_resume)

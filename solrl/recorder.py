@@ -204,7 +204,7 @@ class Recorder:
             lines.append(f"redraw    {groups} x {regenerate.group_size} kept x {regenerate.num_steps} steps: "
                          f"{_batches(kept, batch.rollout, size)}")  # fmt: skip
         lines.append(f"update    {kept} samples x {config.num_train_timesteps} timesteps: "
-                     f"{_batches(kept, batch.train, size)}, 1 optimizer step")  # fmt: skip
+                     f"{_batches(kept, batch.train, size)}, 1 step")  # fmt: skip
         return [piece for line in lines for piece in textwrap.wrap(line, 80, subsequent_indent=" " * 10)]
 
 

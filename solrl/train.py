@@ -12,10 +12,12 @@ from pathlib import Path
 
 import torch
 
+from solrl.checkpoint import check_folder
 from solrl.clock import Stopwatch
 from solrl.config import Config
 from solrl.distributed import start
 from solrl.groups import Selection, group_advantages, group_seeds, restrict, select_contrastive
+from solrl.launch import check_launcher
 from solrl.learner import TrainingSet
 from solrl.prompts import step_prompts
 from solrl.recorder import Recorder
@@ -31,7 +33,9 @@ def train(config: Config, *, resume: bool = False, on_step: Callable[[dict[str, 
 
     Raises UsageError or SolrlError with one line, Interrupted after a signal with everything saved.
     """
+    check_launcher(config)
     check_trackers(config.output.trackers)
+    check_folder(config.output.dir, resume)
     with SignalStop() as stop, start(config.cpu_threads, config.deterministic) as world:
         session = open_session(config, world, stop)
         with Recorder(session, resume) as recorder:
