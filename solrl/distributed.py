@@ -7,6 +7,7 @@ rest add zero) or in 64-bit fixed point, where addition is associative.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from solrl.types import SolrlError
+from solrl.types import SolrlError, UsageError
 
 FIXED_POINT_BITS = 48
 """Fraction bits of OrderFreeSum: a resolution of 3.6e-15 and sums up to 32768."""
@@ -62,8 +63,13 @@ class World:
 def start(cpu_threads: int, deterministic: bool) -> Iterator[World]:
     """Join the launcher's process group (or be alone), and leave it at the end."""
     from accelerate import PartialState
+    from accelerate.utils import parse_flag_from_env
 
-    state = PartialState()
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+    state = PartialState(cpu=on_cpu)
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    if state.num_processes != asked:
+        raise UsageError(f"the launcher started {asked} processes but they found {state.num_processes} of each other")
     if state.device.type == "cpu":
         torch.set_num_threads(cpu_threads)
     elif deterministic:

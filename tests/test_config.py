@@ -123,7 +123,7 @@ def test_a_mistake_says_whether_the_file_or_an_override_made_it(tmp_path: Path) 
         ({"train": 5}, ["train", "5"]),
         ({"train.num_steps.x": 5}, ["train.num_steps.x", "not a section"]),
         ({"regenerate.group_size": 25}, ["regenerate.group_size", "25", "even"]),
-        ({"explore.group_size": 4}, ["regenerate.group_size (12)", "explore.group_size (4)"]),
+        ({"explore.group_size": 4}, ["regenerate.group_size (8)", "explore.group_size (4)"]),
         ({"batch.train": 7}, ["batch.train (7)", "batch.rollout"]),
         ({"explore.enabled": False, "regenerate.enabled": False}, ["explore.enabled", "regenerate.enabled"]),
         ({"train.timestep_fraction": 0.01}, ["train.timestep_fraction", "0.01"]),

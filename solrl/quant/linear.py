@@ -55,8 +55,7 @@ class SharedInput:
         if x.device.type != "cpu":
             return None
         if self._workspace is None or self._workspace.numel() < x.numel():
-            with torch.inference_mode(False):
-                self._workspace = torch.empty(x.numel())
+            self._workspace = torch.empty(x.numel())
         return self._workspace
 
 
