@@ -25,13 +25,18 @@ def environment(device: torch.device, precision: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {"solrl": __version__} | {name: version(name) for name in PACKAGES},
         "git_commit": _git_commit(Path(__file__).resolve().parent),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "cpu": _cpu_model(),
         "num_cpus": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
         "precision": precision,
     }
+
+
+def device_name(device: torch.device) -> str:
+    """The processor that a run computes on, for people."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {_cpu_model()}"
 
 
 def fingerprint(module: nn.Module, skip: str = "lora_") -> str:

@@ -6,7 +6,6 @@ to the newest checkpoint and cuts off what came after it.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -17,13 +16,14 @@ from torch import Tensor
 from solrl import ledger
 from solrl.checkpoint import Checkpoint, RunFolder, newest_checkpoint
 from solrl.clock import Stopwatch
-from solrl.environment import environment, fingerprint
+from solrl.display import plan_lines
+from solrl.environment import device_name, environment, fingerprint
 from solrl.evaluate import HeldOut, summarise
 from solrl.export import export_lora
 from solrl.fidelity import full_fidelity, kept_fidelity
 from solrl.health import StepFacts, check, clean_norms
 from solrl.images import save_grid
-from solrl.models.base import lora_state
+from solrl.models.base import compute_dtype, lora_state
 from solrl.report import write_report
 from solrl.session import Session, StepRecord, open_reward
 from solrl.tracking import Tracking
@@ -59,11 +59,13 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and self.is_main:
-            self.tracking.plan([f"report: {write_report(self.config.output.dir)}"])
-        self.tracking.close()
-        if self._folder:
-            self._folder.close()
+        try:
+            if kind is None and self.is_main:
+                self.tracking.plan([f"report: {write_report(self.config.output.dir)}"])
+        finally:
+            self.tracking.close()
+            if self._folder:
+                self._folder.close()
 
     @contextmanager
     def saving_on_interrupt(self, step: int) -> Iterator[None]:
@@ -187,32 +189,20 @@ class Recorder:
         )
 
     def _plan(self) -> list[str]:
-        config, size = self.config, self.world.size
-        explore, regenerate, batch = config.explore, config.regenerate, config.batch
-        groups, kept = config.prompts.per_step, config.prompts.per_step * regenerate.group_size
-        pool = groups * config.pool_size
-        trained = sum(p.numel() for p in self.session.learner.parameters)
-        lines = [
-            f"policy    {config.model.path}, {config.model.width}x{config.model.height} pixels, LoRA rank "
-            f"{config.lora.rank} on {len(self.session.learner.layers)} layers, {trained / 1e6:.2f} M trained",
-        ]
-        if explore.enabled:
-            lines.append(f"explorer  {self.session.precision_line}")
-            lines.append(f"explore   {groups} prompts x {explore.group_size} candidates x {explore.num_steps} steps: "
-                         f"{_batches(pool, batch.rollout, size)}")  # fmt: skip
-        if regenerate.enabled:
-            lines.append(f"redraw    {groups} x {regenerate.group_size} kept x {regenerate.num_steps} steps: "
-                         f"{_batches(kept, batch.rollout, size)}")  # fmt: skip
-        lines.append(f"update    {kept} samples x {config.num_train_timesteps} timesteps: "
-                     f"{_batches(kept, batch.train, size)}, 1 step")  # fmt: skip
-        return [piece for line in lines for piece in textwrap.wrap(line, 80, subsequent_indent=" " * 10)]
-
-
-def _batches(samples: int, size: int, world_size: int) -> str:
-    count = -(-samples // size)
-    padded = count * size - samples
-    cost = f", {padded} padded ({100 * padded / (count * size):.0f} % wasted)" if padded else ""
-    return f"{count} batches of {size}{cost} on {world_size} process{'es' if world_size > 1 else ''}"
+        config, learner = self.config, self.session.learner
+        frozen = compute_dtype(config.model, self.world.device)
+        trained = sum(p.numel() for p in learner.parameters) / 1e6
+        policy = (
+            f"{config.model.path}, {config.model.width}x{config.model.height}, {str(frozen).removeprefix('torch.')}, "
+            f"LoRA rank {config.lora.rank} on {len(learner.layers)} layers ({trained:.2f} M trained)"
+        )
+        return plan_lines(
+            config,
+            device=device_name(self.world.device),
+            world_size=self.world.size,
+            policy=policy,
+            explorer=self.session.precision_line,
+        )
 
 
 def _reward_metrics(record: StepRecord) -> dict[str, float]:
