@@ -14,6 +14,7 @@ BENCHMARKS = {
     "extreme_value": "the reward range that survives cheap exploration, beside the bound of the paper's Appendix A",
     "host_overhead": "noise, copies, preprocessing, selection, ledger, images at the real geometry, without a model",
     "step_overhead": "the share of a training step that is not velocity, decode, scoring or backward",
+    "learning_curve": "held-out rewards of finished runs, before and after, and the curve between",
     "emulation_cost": "what emulating NVFP4 costs, against full precision",
 }
 
