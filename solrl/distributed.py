@@ -73,6 +73,7 @@ def start(cpu_threads: int, deterministic: bool) -> Iterator[World]:
     if state.device.type == "cpu":
         torch.set_num_threads(cpu_threads)
     elif deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     try:
