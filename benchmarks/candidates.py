@@ -68,8 +68,9 @@ class Candidates:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that name what is drawn; --from takes it from a file instead."""
-    parser.add_argument("--config", default="tiny_flux", help="TOML file or shipped name (tiny_flux)")
+    """The options that name what is drawn; --from takes it from a file instead. Read them with ``parse``."""
+    parser.add_argument("--config", default="tiny_flux", help="TOML file or shipped name (tiny_flux);"
+                        " its settings can be overridden as --section.key value")  # fmt: skip
     parser.add_argument("--prompts", type=whole_number, default=16, help="held-out prompts, from the top (16)")
     parser.add_argument("--candidates", type=whole_number, default=96, help="candidates a prompt, at least 8 (96)")
     parser.add_argument("--explore-steps", type=number_list, default=[2, 4, 6, 8], metavar="T,..",
@@ -90,7 +91,7 @@ def obtain(options: argparse.Namespace) -> Candidates:
         return Candidates.load(options.source)
     if options.candidates < 8:
         raise UsageError(f"--candidates must be at least 8, got {options.candidates}")
-    overrides = {
+    overrides = options.overrides | {
         "evaluate.num_prompts": options.prompts,
         "evaluate.images_per_prompt": options.candidates,
         "evaluate.seed": options.seed,

@@ -13,6 +13,7 @@ import torch
 from solrl.environment import environment
 from solrl.errors import UsageError
 from solrl.files import saving, write_atomic
+from solrl.settings import read_flags
 
 WIDTH = 100
 """Columns that a table may take."""
@@ -27,9 +28,19 @@ class Parser(argparse.ArgumentParser):
 
 def parser(name: str, description: str) -> Parser:
     """Options of the benchmark ``name``; --json is one of them."""
-    made = Parser(f"python -m benchmarks {name}", description=description)
+    made = Parser(f"python -m benchmarks {name}", description=description, allow_abbrev=False)
     made.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
     return made
+
+
+def parse(options_of: Parser, argv: Sequence[str]) -> argparse.Namespace:
+    """The options, and as ``overrides`` what looks like settings: ``--section.key value``, as ``solrl train`` takes."""
+    options, rest = options_of.parse_known_args(argv)
+    wrong = next((word for word in rest if word.startswith("--") and "." not in word.partition("=")[0]), None)
+    if wrong:
+        raise UsageError(f"{options_of.prog}: no option {wrong} ({options_of.prog} --help)")
+    options.overrides = read_flags(rest)
+    return options
 
 
 def whole_number(text: str) -> int:

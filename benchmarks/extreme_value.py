@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.candidates import Candidates, add_options, obtain
-from benchmarks.common import hardware, parser, pyplot, save_figure, table, write_json
+from benchmarks.common import hardware, parse, parser, pyplot, save_figure, table, write_json
 
 POOLS = (2, 4, 8, 16, 24, 32, 48, 64, 96)
 QUANTILE = 0.95
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     options_of = parser("extreme_value", __doc__.split("\n")[0])
     add_options(options_of)
     options_of.add_argument("--png", type=Path, metavar="FILE", help="draw the ranges over N")
-    options = options_of.parse_args(argv)
+    options = parse(options_of, argv)
     if options.png:
         pyplot()
     candidates = obtain(options)
@@ -202,11 +202,10 @@ def draw_png(result: tuple[str, dict[str, Any]], path: Path) -> None:
     right.axhline(0, color="#6a7078", linewidth=0.8)
     right.plot([], [], color="#6a7078", marker="o", markersize=3.5, label="Delta of each prompt (colours as left)")
     right.plot([], [], color="#6a7078", linestyle=":", linewidth=1, label="Delta = max over all prompts")
-    right.set_ylim(-1.2 * max(means), 1.2 * max(means))
     left.set_ylabel(f"reward range ({reward})")
     left.set_title("retained by selection", fontsize=10)
     right.set_title("guaranteed by W* - 4 Delta (below 0: vacuous)", fontsize=10)
     left.legend(frameon=False, fontsize=8)
-    right.legend(frameon=False, fontsize=8, loc="lower right")
+    right.legend(frameon=False, fontsize=8, loc="center right")
     save_figure(figure, path)
     plt.close(figure)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.candidates import MADE_BY, Candidates, add_options, obtain
-from benchmarks.common import hardware, parser, pyplot, save_figure, table, write_json
+from benchmarks.common import hardware, parse, parser, pyplot, save_figure, table, write_json
 from solrl.fidelity import kendall, overlap, ranks, selected_rank, spearman
 from solrl.groups import candidate_seed, noise
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     options_of = parser("ranking_fidelity", __doc__.split("\n")[0])
     add_options(options_of)
     options_of.add_argument("--png", type=Path, metavar="FILE", help="draw rank densities, as the paper's Figure 3(c)")
-    options = options_of.parse_args(argv)
+    options = parse(options_of, argv)
     if options.png:
         pyplot()  # a missing matplotlib is found before the drawing
     candidates = obtain(options)

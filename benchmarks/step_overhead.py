@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import facts, hardware, parser, table, whole_number, write_json
+from benchmarks.common import facts, hardware, parse, parser, table, whole_number, write_json
 from solrl.config import Config
 from solrl.errors import UsageError
 from solrl.session import Session
@@ -93,16 +93,15 @@ class Step:
 def main(argv: Sequence[str]) -> int:
     """Run a few steps, print where their time went."""
     options_of = parser("step_overhead", __doc__.split("\n")[0])
-    options_of.add_argument("--config", default="tiny_flux", help="TOML file or shipped name (tiny_flux)")
+    options_of.add_argument("--config", default="tiny_flux", help="TOML file or shipped name (tiny_flux);"
+                            " its settings can be overridden as --section.key value")  # fmt: skip
     options_of.add_argument("--steps", type=whole_number, default=4,
                             help="steps to run, at least 3: one to warm up, plain ones, and a last one with "
                             "evaluation, audit and checkpoint (4)")  # fmt: skip
-    options_of.add_argument("--reward", help="another reward than the config's")
-    options = options_of.parse_args(argv)
+    options = parse(options_of, argv)
     if options.steps < 3:
         raise UsageError(f"--steps must be at least 3, got {options.steps}")
-    overrides = {"reward.name": options.reward} if options.reward else {}
-    config = load_config(options.config, overrides)
+    config = load_config(options.config, options.overrides)
     steps = measure(config, options.steps)
     known = facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     print(report(config, steps, known))

@@ -77,6 +77,8 @@ def test_a_wrong_name_is_bad_usage_and_gets_the_nearest(capsys: pytest.CaptureFi
         (["host_overhead", "--models", "sdxl"], "sdxl"),
         (["host_overhead", "--keep", "7"], "--keep"),
         (["step_overhead", "--steps", "2"], "--steps"),
+        (["step_overhead", "--stepz", "2"], "--stepz"),
+        (["step_overhead", "--train.num_stepz", "2"], "train.num_steps"),
         (["step_overhead", "--steps", "0"], "'0'"),
     ],
 )
