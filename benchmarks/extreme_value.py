@@ -206,6 +206,6 @@ def draw_png(result: tuple[str, dict[str, Any]], path: Path) -> None:
     left.set_title("retained by selection", fontsize=10)
     right.set_title("guaranteed by W* - 4 Delta (below 0: vacuous)", fontsize=10)
     left.legend(frameon=False, fontsize=8)
-    right.legend(frameon=False, fontsize=8, loc="center right")
+    right.legend(frameon=False, fontsize=8, loc="best")
     save_figure(figure, path)
     plt.close(figure)
