@@ -41,7 +41,8 @@ def second_quantize(
         scaled = blocks * np.minimum(one / (scales * (one / encode)), FLOAT_MAX)[:, None]
     codes = nearest_code(np.abs(scaled), E2M1)
     signs = np.where(np.signbit(blocks), np.float32(-1), one)
-    values = signs * E2M1[codes].astype(np.float32) * (scales * (amax / top))[:, None]
+    signed = np.where(codes == 0, np.float32(0), signs * E2M1[codes].astype(np.float32))
+    values = signed * (scales * (amax / top))[:, None]
     nibbles = (codes + 8 * np.signbit(blocks)).reshape(x.shape).astype(np.uint8)
     packed = np.zeros((x.shape[0], x.shape[1] // 2), np.uint8)
     for column in range(x.shape[1]):
@@ -139,14 +140,16 @@ def test_a_worked_example() -> None:
     assert nvfp4.dequantize(quantized)[0, :4].tolist() == pytest.approx([6.0, -3.0, 0.0, -0.5])
 
 
-def test_zeros_come_back_as_zeros_with_their_sign() -> None:
+def test_zeros_come_back_as_zeros() -> None:
     x = torch.zeros(4, 32)
-    x[1] = -0.0
-    assert same_bits(nvfp4.dequantize(nvfp4.quantize(x)), x) and same_bits(nvfp4.fake_quantize(x), x)
-    x[2, :16] = torch.randn(16)
+    x[1], x[2, :16] = -0.0, torch.randn(16)
     quantized = nvfp4.quantize(x)
-    assert quantized.scales.float()[2, 1] == 0
-    assert same_bits(nvfp4.dequantize(quantized)[[0, 1, 3]], x[[0, 1, 3]])
+    assert quantized.packed[1].tolist() == [0x88] * 16 and quantized.scales.float()[2, 1] == 0  # codes keep the sign
+    for values in (nvfp4.dequantize(quantized), nvfp4.fake_quantize(x)):
+        assert same_bits(values[[0, 1, 3]], torch.zeros(3, 32)) and same_bits(values[2, 16:], torch.zeros(16))
+    for zeros in (torch.zeros(2, 16), torch.full((1, 16), -0.0)):
+        assert same_bits(nvfp4.dequantize(nvfp4.quantize(zeros)), torch.zeros_like(zeros))
+        assert same_bits(nvfp4.fake_quantize(zeros), torch.zeros_like(zeros))
     assert nvfp4.fake_quantize(torch.full((1, 16), 3.0), torch.tensor(0.0)).abs().max() == 0  # a static amax of 0
 
 

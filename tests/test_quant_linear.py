@@ -116,6 +116,15 @@ def test_sharing_notices_a_changed_tensor_another_tensor_and_another_scale(calls
         assert torch.equal(other_scale(same_numbers), layer(2, amax=2.0)(x))
 
 
+def test_a_failed_quantization_leaves_nothing_behind() -> None:
+    quantized, x, bad = layer(0), torch.randn(4, 48), torch.randn(4, 48)
+    bad[3, 0] = torch.nan
+    expected = quantized(x)
+    with pytest.raises(SolrlError):
+        quantized(bad)
+    assert torch.equal(quantized(x), expected)
+
+
 def test_sharing_keeps_no_activation_alive_and_forgets_with_it() -> None:
     shared = SharedInput()
     quantized = layer(0, shared)

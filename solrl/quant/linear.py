@@ -42,6 +42,7 @@ class SharedInput:
             return fake_quantize(x, amax, check=False)
         known = self._source is not None and self._source() is x
         if not known or self._version != x._version or self._amax != amax_value or self._quantized is None:
+            self._source = None  # a failure below leaves nothing half remembered
             self._quantized = fake_quantize(x, amax, check=x.device.type == "cpu", out=self._room(x))
             self._source, self._version, self._amax = weakref.ref(x, self._forget), x._version, amax_value
         return self._quantized

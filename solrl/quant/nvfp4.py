@@ -14,7 +14,7 @@ the roundings is Transformer Engine's, because near-ties depend on it: with enc 
     scale = E4M3(block_amax * (enc * (1/6))),   code = E2M1(x * min(1 / (scale * (1/enc)), FLT_MAX)),
 
 round to nearest, ties to the even code, saturating at 6. A block of zeros has scale 0 and comes back as zeros; a tensor
-of zeros takes enc = 1. The sign of zero is kept.
+of zeros takes enc = 1. A code keeps the sign of zero; its value does not, since no sum of products depends on it.
 
 ``amax`` may be given instead of measured ("static"): then a row's result no longer depends on its neighbours, and a
 value above it clips. A static amax may be up to 256 times too large at no cost, since the block scales absorb it; one
@@ -38,7 +38,6 @@ BLOCK = 16
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E4M3_MIN_NORMAL = 2.0**-6
-SIGN_BIT = -0x80000000
 FLOAT_MAX = torch.finfo(torch.float32).max
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -96,15 +95,13 @@ def fake_quantize(x: Tensor, amax: Tensor | None = None, *, check: bool = True, 
     result = torch.empty_like(source) if out is None else out[: source.numel()]
     is_whole = torch.compiler.is_compiling() or x.device.type != "cpu"
     step = source.numel() if is_whole else min(_CHUNK, source.numel())
-    # One set of views, each a chunk, for all passes: a tensor operation costs as much as a thousand elements.
-    bits, targets, target_bits = _bits(source).split(step), result.split(step), _bits(result).split(step)
-    blocks, block_bits = _blocks(result).split(step // BLOCK), _blocks(_bits(result)).split(step // BLOCK)
+    scratch = torch.empty(step, device=x.device)
 
-    peaks = torch.empty(source.numel() // BLOCK, dtype=torch.int32, device=x.device)
     # Magnitudes are compared as integers: for nonnegative floats the order is the same (NaN above inf), and faster.
-    for value, target, block, peak in zip(bits, target_bits, block_bits, peaks.split(step // BLOCK), strict=True):
-        torch.bitwise_and(value, ~SIGN_BIT, out=target)
-        torch.amax(block, -1, out=peak)
+    peaks = torch.empty(source.numel() // BLOCK, dtype=torch.int32, device=x.device)
+    for values, peak in zip(_bits(source).split(step), peaks.split(step // BLOCK), strict=True):
+        magnitudes = torch.bitwise_and(values, 0x7FFFFFFF, out=_bits(scratch[: values.numel()]))
+        torch.amax(_blocks(magnitudes), -1, out=peak)
     block_amax = peaks.view(torch.float32)
     if check:
         _require_finite(x, block_amax)
@@ -112,16 +109,16 @@ def fake_quantize(x: Tensor, amax: Tensor | None = None, *, check: bool = True, 
     amax = block_amax.max() if amax is None else amax
     encode = _encode_scale(amax)
     scales = _round_e4m3(_ideal_scales(block_amax, encode, check))
-    to_codes = _inverse(scales, encode).unsqueeze(-1).split(step // BLOCK)
-    to_values = scales.mul_(amax / (E4M3_MAX * E2M1_MAX)).unsqueeze(-1).split(step // BLOCK)
-    scratch = torch.empty(step, device=x.device)
-    for i, target in enumerate(targets):
-        room = scratch[: target.numel()]
-        blocks[i].mul_(to_codes[i])
-        _round_e2m1_(target, room)
-        blocks[i].mul_(to_values[i])
-        sign = torch.bitwise_and(bits[i], SIGN_BIT, out=_bits(room))
-        target_bits[i].bitwise_or_(sign)  # faster than copysign
+    inverse = _inverse(scales, encode)
+    # What is below 7 rounds to at most 6 by itself: all, unless amax is too small or a block's scale is subnormal.
+    is_clamped = is_whole or not float((block_amax * inverse).max()) < 7
+    decode = scales.mul_(amax / (E4M3_MAX * E2M1_MAX))
+    pieces = [_blocks(part).split(step // BLOCK) for part in (source, result)]
+    factors = [part.unsqueeze(-1).split(step // BLOCK) for part in (inverse, decode)]
+    for values, target, to_codes, to_values in zip(*pieces, *factors, strict=True):
+        torch.mul(values, to_codes, out=target)
+        _round_e2m1_(target, _blocks(scratch)[: len(target)], is_clamped)
+        target.mul_(to_values)
     return result.view(x.shape).to(x.dtype)
 
 
@@ -146,8 +143,8 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 
 def decode_e2m1(code: Tensor) -> Tensor:
-    """Codes 0..15 -> float32."""
-    table = torch.tensor([*_VALUES, *(-value for value in _VALUES)], device=code.device)
+    """Codes 0..15 -> float32; code 8, minus zero, is 0."""
+    table = torch.tensor([*_VALUES, *(0.0 - value for value in _VALUES)], device=code.device)
     return table[code.long()]
 
 
@@ -208,15 +205,16 @@ def _round_e4m3(x: Tensor) -> Tensor:
     return x.add(power, alpha=1.5 * 2.0**20).sub_(power, alpha=1.5 * 2.0**20)
 
 
-def _round_e2m1_(x: Tensor, scratch: Tensor) -> None:
-    """Round x >= 0 to E2M1 in place: nearest, ties to the even code, saturating at 6.
+def _round_e2m1_(x: Tensor, scratch: Tensor, is_clamped: bool) -> None:
+    """Round x to E2M1 in place: nearest, ties to the even code; saturating at 6 if ``is_clamped``. Zero becomes +0.
 
-    With c = 2^22 * max(x, 1.5), c - x has room for steps of 0.5 (x < 2), 1 (x < 4) and 2 only, so c - (c - x) is x
-    rounded to that step. c itself is a multiple of it, an even one where x is halfway: ties go to the even code.
+    The step is half of x's power of two, and 0.5 below 1. Adding and subtracting 1.5 * 2^23 steps rounds to it.
     """
-    x.clamp_(max=E2M1_MAX)
-    torch.clamp(x, min=1.5, out=scratch)
-    x.sub_(scratch, alpha=2.0**22).add_(scratch, alpha=2.0**22)
+    if is_clamped:
+        x.clamp_(-E2M1_MAX, E2M1_MAX)
+    torch.bitwise_and(_bits(x), 0x7F800000, out=_bits(scratch))
+    scratch.clamp_(min=1.0)
+    x.add_(scratch, alpha=1.5 * 2.0**22).sub_(scratch, alpha=1.5 * 2.0**22)
 
 
 def _require_blocks(x: Tensor) -> None:
