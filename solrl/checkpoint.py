@@ -180,6 +180,11 @@ class RunFolder:
 
 def check_folder(dir: Path, resume: bool) -> None:
     """UsageError where a run cannot start (or, with ``resume``, go on) in ``dir``; before anything slow is loaded."""
+    existing = next(folder for folder in (dir, *dir.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        raise UsageError(f"output.dir {dir} cannot be a folder: {existing} is a file; choose another")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UsageError(f"output.dir {dir}: {existing} is not writable; choose another or change its permissions")
     if resume and not (dir / "config.toml").is_file():
         raise UsageError(f"{dir} holds no run to resume; leave out --resume to start one there")
     if not resume and _holds_results(dir):

@@ -6,9 +6,11 @@ Units end the names; counts start with ``num_``. Nothing is read from elsewhere 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -47,7 +49,7 @@ class LoraConfig(Section):
     """Rank r of every adapted layer."""
     alpha: float = Field(64, gt=0)
     """Scale numerator: the adapter adds alpha / rank * B @ A."""
-    targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    targets: tuple[str, ...] = Field(("to_q", "to_k", "to_v", "to_out.0"), min_length=1)
     """Layer names or suffixes, as peft matches them."""
     dropout: float = Field(0.0, ge=0, le=0)
     """Always 0: with dropout the policy and its old copy would differ by chance."""
@@ -123,7 +125,7 @@ class TrainConfig(Section):
     """Optimizer steps; one per round of exploration."""
     learning_rate: float = Field(3e-4, gt=0)
     """AdamW learning rate, constant."""
-    adam_betas: tuple[float, float] = (0.9, 0.999)
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
     """AdamW moment decays."""
     adam_eps: float = Field(1e-8, gt=0)
     """AdamW epsilon."""

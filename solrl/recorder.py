@@ -25,7 +25,7 @@ from solrl.health import StepFacts, check, clean_norms
 from solrl.images import save_grid
 from solrl.models.base import compute_dtype, lora_state
 from solrl.report import write_report
-from solrl.session import Session, StepRecord, open_reward
+from solrl.session import Session, StepRecord
 from solrl.tracking import Tracking
 from solrl.types import Interrupted
 
@@ -51,9 +51,13 @@ class Recorder:
         self.heldout = self._open_heldout()
 
     def __enter__(self) -> Self:
-        self.tracking.plan(self._plan())
-        if not self.tracking.history:
-            self.tracking.log({"step": 0} | self._evaluate(0))
+        try:
+            self.tracking.plan(self._plan())
+            if not self.tracking.history:
+                self.tracking.log({"step": 0} | self._evaluate(0))
+        except BaseException:  # __exit__ is not called then, and the terminal has to be given back
+            self._close()
+            raise
         return self
 
     def __exit__(
@@ -63,9 +67,12 @@ class Recorder:
             if kind is None and self.is_main:
                 self.tracking.plan([f"report: {write_report(self.config.output.dir)}"])
         finally:
-            self.tracking.close()
-            if self._folder:
-                self._folder.close()
+            self._close()
+
+    def _close(self) -> None:
+        self.tracking.close()
+        if self._folder:
+            self._folder.close()
 
     @contextmanager
     def saving_on_interrupt(self, step: int) -> Iterator[None]:
@@ -118,8 +125,7 @@ class Recorder:
     def _open_heldout(self) -> HeldOut:
         config, session = self.config, self.session
         prompts = session.heldout_prompts[: config.evaluate.num_prompts]
-        others = {name: open_reward(name) for name in config.evaluate.rewards}
-        rewards = {config.reward.name: session.reward} | others
+        rewards = {config.reward.name: session.reward} | session.watched
         return HeldOut(prompts, session.policy.encode(prompts), rewards)
 
     def _evaluate(self, step: int) -> dict[str, float]:

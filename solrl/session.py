@@ -51,6 +51,7 @@ class Session:
     explorer: Policy
     learner: Learner
     reward: Reward
+    watched: dict[str, Reward]  # evaluated beside it, by name
     train_prompts: list[str]
     heldout_prompts: list[str]
     precision: str
@@ -114,7 +115,9 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
     """A session at step 0, calibrated. Everything that can be wrong with settings or files is found here."""
     train_prompts, heldout_prompts = load_prompt_lists(config)
     precision, line = choose_precision(config.explore, world.device)
-    reward = open_reward(config.reward.name, config.reward.options)
+    reward = open_reward("reward.name", config.reward.name, config.reward.options)
+    others = [name for name in config.evaluate.rewards if name != config.reward.name]
+    watched = {name: open_reward("evaluate.rewards", name, {}) for name in others}
     policy = load_policy(config, world.device)
     trees = RolloutTrees(policy.transformer, precision, config.explore.quantize)
     session = Session(
@@ -127,6 +130,7 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
         explorer=policy.sibling(trees.explorer),
         learner=Learner(policy, config),
         reward=reward,
+        watched=watched,
         train_prompts=train_prompts,
         heldout_prompts=heldout_prompts,
         precision=precision,
@@ -138,12 +142,15 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
     return session
 
 
-def open_reward(name: str, options: dict[str, Any] | None = None) -> Reward:
-    """A reward by name or dotted path; UsageError where there is none, or it refuses its options."""
+def open_reward(setting: str, name: str, options: dict[str, Any]) -> Reward:
+    """The reward that ``setting`` names; UsageError where there is none, it refuses its options, or it is no Reward."""
     from solrl_rewards import load_reward
 
     try:
-        reward: Reward = load_reward(name, **(options or {}))
+        reward = load_reward(name, **options)
     except (ValueError, OSError) as error:
-        raise UsageError(f"reward.name: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"{setting}: {str(error).splitlines()[0]}") from error
+    missing = [part for part in ("name", "range", "description", "__call__") if not hasattr(reward, part)]
+    if missing:
+        raise UsageError(f"{setting}: {name} has no {', '.join(missing)}; see solrl.types.Reward for what a reward has")
     return reward

@@ -13,7 +13,14 @@ import torch
 
 from solrl import checkpoint as saving
 from solrl import files, ledger
-from solrl.checkpoint import Checkpoint, RunFolder, checkpoint_path, list_checkpoints, newest_checkpoint
+from solrl.checkpoint import (
+    Checkpoint,
+    RunFolder,
+    check_folder,
+    checkpoint_path,
+    list_checkpoints,
+    newest_checkpoint,
+)
 from solrl.config import Config
 from solrl.errors import SolrlError, UsageError
 from solrl.ledger import LedgerEntry
@@ -349,3 +356,14 @@ def test_a_changed_environment_is_told_and_recorded(tmp_path: Path) -> None:
         RunFolder.resume(tmp_path, config(tmp_path), later, warn=warnings.append).close()
     assert len(warnings) == 1 and "(python)" in warnings[0]
     assert json.loads((tmp_path / "environment.json").read_text()) == {**later, "earlier": [ENVIRONMENT]}
+
+
+def test_a_folder_that_cannot_be_is_found_before_anything_loads(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "below" / "it"):
+        with pytest.raises(UsageError, match="is a file; choose another"):
+            check_folder(folder, resume=False)
+    check_folder(tmp_path / "new" / "one", resume=False)
+    with pytest.raises(UsageError, match="no run to resume"):
+        check_folder(tmp_path / "new", resume=True)

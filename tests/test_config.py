@@ -120,6 +120,8 @@ def test_a_mistake_says_whether_the_file_or_an_override_made_it(tmp_path: Path) 
         ({"deterministic": "maybe"}, ["deterministic", "'maybe'", "boolean"]),
         ({"lora.targets": "to_q"}, ["lora.targets", "'to_q'"]),
         ({"lora.dropout": 0.1}, ["lora.dropout", "0.1"]),
+        ({"lora.targets": []}, ["lora.targets"]),
+        ({"train.adam_betas": [2, 0.9]}, ["train.adam_betas", "2"]),
         ({"train": 5}, ["train", "5"]),
         ({"train.num_steps.x": 5}, ["train.num_steps.x", "not a section"]),
         ({"regenerate.group_size": 25}, ["regenerate.group_size", "25", "even"]),

@@ -103,6 +103,13 @@ def test_a_reward_that_turns_nan_stops_and_leaves_a_run_that_resumes(tmp_path: P
         train(tiny_config(tmp_path / "run", reward=good), resume=True)
 
 
+def test_a_failure_before_the_first_step_lets_go_of_the_folder(tmp_path: Path) -> None:
+    broken = {"name": "tests.test_train:Broken", "options": {"after": 0}}
+    with pytest.raises(SolrlError, match="returned nan"):
+        train(tiny_config(tmp_path / "run", reward=broken))
+    assert train(tiny_config(tmp_path / "run", reward=RED, train={"num_steps": 1})) == tmp_path / "run"
+
+
 def test_a_signal_during_the_evaluation_takes_the_update_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 3 ends with an evaluation; stopped there, the checkpoint is step 2's and the rest repeats bit for bit."""
     whole = train(tiny_config(tmp_path / "whole", reward=RED))

@@ -62,12 +62,18 @@ def model_source(model: ModelConfig) -> str:
 def load_pipeline(pipeline_class: Any, model: ModelConfig, device: torch.device) -> Any:
     """A diffusers pipeline of ``pipeline_class`` with its modules on ``device``; a SolrlError says what is missing."""
     dtype = compute_dtype(model, device)
+    source = model_source(model)
     quiet_loading()
     try:
-        pipeline = pipeline_class.from_pretrained(model_source(model), revision=model.revision, dtype=dtype)
+        pipeline = pipeline_class.from_pretrained(source, revision=model.revision, dtype=dtype)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SolrlError(f"model.path {model.path} cannot be loaded: {first}") from error
+        hint = (
+            ""
+            if Path(source).is_dir()
+            else "; no such folder, so the hub was asked: check the name, its licence, hf auth login"
+        )
+        raise SolrlError(f"model.path {model.path} cannot be loaded: {first}{hint}") from error
     for module in pipeline.components.values():
         if isinstance(module, nn.Module):
             module.to(device)
