@@ -16,7 +16,7 @@ from solrl.config import Config, StageConfig
 from solrl.distributed import World
 from solrl.groups import Selection, candidate_seed
 from solrl.learner import Learner
-from solrl.models.base import load_policy, lora_state
+from solrl.models.base import load_policy, lora_state, quiet_loading
 from solrl.prompts import load_prompt_lists
 from solrl.quant.backends import choose_precision
 from solrl.quant.trees import RolloutTrees, SyncReport
@@ -113,6 +113,7 @@ class Session:
 
 def open_session(config: Config, world: World, stop: Callable[[], None]) -> Session:
     """A session at step 0, calibrated. Everything that can be wrong with settings or files is found here."""
+    quiet_loading()
     train_prompts, heldout_prompts = load_prompt_lists(config)
     precision, line = choose_precision(config.explore, world.device)
     reward = open_reward("reward.name", config.reward.name, config.reward.options)
