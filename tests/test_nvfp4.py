@@ -127,7 +127,9 @@ def test_every_block_scale_rounds_to_the_even_nearest_e4m3_number() -> None:
     points += [torch.nextafter(p, torch.tensor(to)) for p in points for to in (0.0, 1e9)]
     scales = torch.cat([*points, torch.rand(100_000) * 448]).clamp(0, 448)
     expected = torch.tensor(E4M3[nearest_code(scales.numpy(), E4M3)], dtype=torch.float32)
-    assert same_bits(nvfp4._round_e4m3(scales), expected)
+    rounded = scales.clone()
+    nvfp4._round(rounded, torch.empty_like(scales), nvfp4.E4M3_MIN_NORMAL, 3)
+    assert same_bits(rounded, expected)
     assert same_bits(scales.to(torch.float8_e4m3fn).float(), expected)
 
 
@@ -178,19 +180,22 @@ def test_rows_that_do_not_fit_blocks_are_refused(shape: tuple[int, int]) -> None
 
 def test_chunks_layout_and_workspace_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(6, 80, 5).transpose(1, 2)  # [6, 5, 80], not contiguous
-    expected = nvfp4.dequantize(nvfp4.quantize(x.reshape(30, 80))).view(6, 5, 80)
     for chunk in (16, 112, 2400, 10**6):
         monkeypatch.setattr(nvfp4, "_CHUNK", chunk)
-        workspace = torch.full((3000,), torch.nan)
-        result = nvfp4.fake_quantize(x, out=workspace)
-        assert same_bits(result, expected) and result.data_ptr() == workspace.data_ptr()
-        assert same_bits(nvfp4.fake_quantize(x), expected) and workspace[2400:].isnan().all()
+        memory = torch.full((nvfp4.Workspace.room(2400) + 7,), torch.nan)
+        workspace = nvfp4.Workspace(2400, memory)
+        for factor in (1, 1000):  # the second use finds the first one's leavings
+            scaled = x * factor
+            expected = nvfp4.dequantize(nvfp4.quantize(scaled.reshape(30, 80))).view(6, 5, 80)
+            result = nvfp4.fake_quantize(scaled, workspace=workspace)
+            assert same_bits(result, expected) and result.data_ptr() == memory.data_ptr()
+            assert same_bits(nvfp4.fake_quantize(scaled), expected) and memory[-7:].isnan().all()
 
 
 def test_the_input_is_left_alone() -> None:
     x = torch.randn(8, 32)
     before = x.clone()
-    nvfp4.quantize(x), nvfp4.fake_quantize(x), nvfp4.fake_quantize(x, torch.tensor(1.0))
+    nvfp4.quantize(x), nvfp4.fake_quantize(x), nvfp4.fake_quantize(x, torch.tensor(1.0)), nvfp4.count_blocks(x, x[0, 0])
     assert same_bits(x, before)
 
 

@@ -12,12 +12,21 @@ from __future__ import annotations
 
 import math
 import weakref
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from solrl.errors import SolrlError
-from solrl.quant.nvfp4 import NVFP4, dequantize, fake_quantize, quantize
+from solrl.quant.nvfp4 import NVFP4, TensorScale, Workspace, dequantize, fake_quantize, quantize, tensor_scale
+
+
+class ActivationScale(NamedTuple):
+    """A static amax in the forms that are read in a forward."""
+
+    value: float  # reading it waits for no device
+    amax: Tensor  # [] the layer's buffer
+    tensor_scale: TensorScale
 
 
 class SharedInput:
@@ -33,31 +42,35 @@ class SharedInput:
         self._source: weakref.ref[Tensor] | None = None
         self._version = 0
         self._amax = 0.0
-        self._quantized: Tensor | None = None
-        self._workspace: Tensor | None = None
+        self._quantized = torch.empty(0)
+        self._memory = torch.empty(0)
+        self._workspaces: dict[int, Workspace] = {}
 
-    def quantized(self, x: Tensor, amax: Tensor, amax_value: float) -> Tensor:
-        """``fake_quantize(x, amax)``, valid until the next call. ``amax_value`` is amax as a number."""
+    def quantized(self, x: Tensor, scale: ActivationScale) -> Tensor:
+        """``fake_quantize(x, scale.amax)``, valid until the next call."""
         if torch.compiler.is_compiling() or x.is_inference():
-            return fake_quantize(x, amax, check=False)
+            return fake_quantize(x, scale.amax, check=False)
         known = self._source is not None and self._source() is x
-        if not known or self._version != x._version or self._amax != amax_value or self._quantized is None:
+        if not known or self._version != x._version or self._amax != scale.value:
             self._source = None  # a failure below leaves nothing half remembered
-            self._quantized = fake_quantize(x, amax, check=x.device.type == "cpu", out=self._room(x))
-            self._source, self._version, self._amax = weakref.ref(x, self._forget), x._version, amax_value
+            is_cpu = x.device.type == "cpu"  # elsewhere a check would wait for the device
+            workspace = self._workspace(x.numel()) if is_cpu else None
+            self._quantized = fake_quantize(x, scale.tensor_scale, check=is_cpu, workspace=workspace)
+            self._source, self._version, self._amax = weakref.ref(x, self._forget), x._version, scale.value
         return self._quantized
 
     def _forget(self, source: weakref.ref[Tensor]) -> None:
         if source is self._source:
-            self._source = self._quantized = None
+            self._source, self._quantized = None, torch.empty(0)
 
-    def _room(self, x: Tensor) -> Tensor | None:
-        """On a CPU fresh memory costs as much as the arithmetic, so one workspace is used again and again."""
-        if x.device.type != "cpu":
-            return None
-        if self._workspace is None or self._workspace.numel() < x.numel():
-            self._workspace = torch.empty(x.numel())
-        return self._workspace
+    def _workspace(self, numel: int) -> Workspace:
+        """On a CPU fresh memory costs as much as the arithmetic: one piece serves all inputs, in turn."""
+        if numel not in self._workspaces:
+            if len(self._memory) < Workspace.room(numel):
+                self._memory = torch.empty(Workspace.room(numel))
+                self._workspaces.clear()
+            self._workspaces[numel] = Workspace(numel, self._memory)
+        return self._workspaces[numel]
 
 
 class QuantLinear(nn.Module):
@@ -80,7 +93,7 @@ class QuantLinear(nn.Module):
         self.shared = shared
         self.observed: Tensor | None = None
         self._observing = False
-        self._act_amax: float | None = None  # act_amax as a number, so that reading it never waits for a device
+        self._activation_scale: ActivationScale | None = None
         self.register_buffer("bias", bias)
         quantized = self._quantize(weight.detach())
         self.register_buffer("qweight", quantized.packed)
@@ -108,12 +121,12 @@ class QuantLinear(nn.Module):
         if not (math.isfinite(amax) and amax > 0):
             raise SolrlError(f"{self.name}: an activation amax must be positive and finite, got {amax}")
         self.act_amax.fill_(amax)
-        self._act_amax = float(self.act_amax)
+        self._activation_scale = ActivationScale(float(self.act_amax), self.act_amax, tensor_scale(self.act_amax))
 
     @property
     def is_calibrated(self) -> bool:
         """Whether the activation amax is set."""
-        return self._act_amax is not None
+        return self._activation_scale is not None
 
     def start_observing(self) -> None:
         """From now on quantize each input by its own amax and remember the largest."""
@@ -131,9 +144,9 @@ class QuantLinear(nn.Module):
                 amax = x.abs().amax().float()
                 self.observed = torch.maximum(self.observed, amax)
                 return fake_quantize(x, amax)
-            if self._act_amax is None:
+            if self._activation_scale is None:
                 raise SolrlError(f"{self.name} has no activation scale; calibrate the explorer before drawing with it")
-            return self.shared.quantized(x, self.act_amax, self._act_amax)
+            return self.shared.quantized(x, self._activation_scale)
         except ValueError as error:
             raise SolrlError(f"{self.name}: {error}") from error
 

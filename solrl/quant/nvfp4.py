@@ -27,6 +27,7 @@ FP4 has no NaN and no inf, and would swallow them as ordinary numbers. Here they
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ FLOAT_MAX = torch.finfo(torch.float32).max
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _CHUNK = 131072
-"""Elements that `fake_quantize` works on at a time on a CPU: they, their result and a scratch stay in the L2 cache."""
+"""Elements that `fake_quantize` works on at a time: they, their result and a scratch stay in a core's L2 cache."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,14 @@ class NVFP4:
     packed: Tensor  # [M, K/2] uint8
     scales: Tensor  # [M, K/16] float8_e4m3fn
     global_scale: Tensor  # [] float32
+
+
+class TensorScale(NamedTuple):
+    """What follows from a tensor's amax, in the terms of the formula above."""
+
+    sixth: Tensor  # [] enc * (1/6)
+    decode: Tensor  # [] 1/enc
+    global_scale: Tensor  # [] amax / 2688
 
 
 class BlockCounts(NamedTuple):
@@ -65,18 +74,25 @@ class BlockCounts(NamedTuple):
     """Nonzero blocks whose scale has lost precision: below E4M3's normal range, or zero."""
 
 
-def quantize(x: Tensor, amax: Tensor | None = None, *, check: bool = True) -> NVFP4:
+def tensor_scale(amax: Tensor) -> TensorScale:
+    """The scales of a tensor with largest magnitude ``amax`` [] float32."""
+    encode = torch.where(amax == 0, 1.0, ((E4M3_MAX * E2M1_MAX) / amax).clamp(max=FLOAT_MAX))
+    return TensorScale(encode * (1 / E2M1_MAX), encode.reciprocal(), amax / (E4M3_MAX * E2M1_MAX))
+
+
+def quantize(x: Tensor, amax: Tensor | TensorScale | None = None, *, check: bool = True) -> NVFP4:
     """x [M, K] -> codes and scales; ``amax`` [] float32 replaces the measured largest magnitude."""
     _require_blocks(x)
     blocks = x.float().reshape(-1, BLOCK)
     block_amax = blocks.abs().amax(-1)
     if check:
         _require_finite(x, block_amax)
-    amax = block_amax.max() if amax is None else amax
-    encode = _encode_scale(amax)
-    scales = _ideal_scales(block_amax, encode, check).to(torch.float8_e4m3fn)
-    codes = encode_e2m1(blocks * _inverse(scales.float(), encode).unsqueeze(-1))
-    return NVFP4(pack(codes.view(x.shape)), scales.view(x.shape[0], -1), amax / (E4M3_MAX * E2M1_MAX))
+    block_amax = block_amax + (block_amax - block_amax)  # inf - inf is NaN
+    scale = _scale(amax, block_amax)
+    scales = (block_amax * scale.sixth).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    inverse = (scales.float() * scale.decode).reciprocal().clamp(max=FLOAT_MAX)
+    codes = encode_e2m1(blocks * inverse.unsqueeze(-1))
+    return NVFP4(pack(codes.view(x.shape)), scales.view(x.shape[0], -1), scale.global_scale)
 
 
 def dequantize(quantized: NVFP4, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -85,51 +101,93 @@ def dequantize(quantized: NVFP4, dtype: torch.dtype = torch.float32) -> Tensor:
     return (values * (quantized.scales.float() * quantized.global_scale).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
-def fake_quantize(x: Tensor, amax: Tensor | None = None, *, check: bool = True, out: Tensor | None = None) -> Tensor:
-    """``dequantize(quantize(x, amax), x.dtype)`` for x [..., K], bit for bit and several times faster.
+def fake_quantize(
+    x: Tensor, amax: Tensor | TensorScale | None = None, *, check: bool = True, workspace: Workspace | None = None
+) -> Tensor:
+    """``dequantize(quantize(x, amax), x.dtype)`` for x [..., K], bit for bit; on a CPU several times faster.
 
-    ``out``: flat float32 workspace of at least as many elements; the result lies in it when x is float32.
+    With a ``workspace`` of x's size the result lies in it, until its next use, when x is float32.
     """
     _require_blocks(x)
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or not check:
+        rows = x.reshape(-1, x.shape[-1])
+        return dequantize(quantize(rows, amax, check=check), x.dtype).view(x.shape)
+    work = workspace or Workspace(x.numel())
     source = x.float().reshape(-1)
-    result = torch.empty_like(source) if out is None else out[: source.numel()]
-    is_whole = torch.compiler.is_compiling() or x.device.type != "cpu"
-    step = source.numel() if is_whole else min(_CHUNK, source.numel())
-    scratch = torch.empty(step, device=x.device)
+    work.measure(source)
+    scale = _scale(amax, work.block_amax)
+    if not work.compute_scales(scale):
+        _require_finite(x, work.block_amax)
+    work.round(source)
+    return work.result.view(x.shape).to(x.dtype)
 
-    # Magnitudes are compared as integers: for nonnegative floats the order is the same (NaN above inf), and faster.
-    peaks = torch.empty(source.numel() // BLOCK, dtype=torch.int32, device=x.device)
-    for values, peak in zip(_bits(source).split(step), peaks.split(step // BLOCK), strict=True):
-        magnitudes = torch.bitwise_and(values, 0x7FFFFFFF, out=_bits(scratch[: values.numel()]))
-        torch.amax(_blocks(magnitudes), -1, out=peak)
-    block_amax = peaks.view(torch.float32)
-    if check:
-        _require_finite(x, block_amax)
 
-    amax = block_amax.max() if amax is None else amax
-    encode = _encode_scale(amax)
-    scales = _round_e4m3(_ideal_scales(block_amax, encode, check))
-    inverse = _inverse(scales, encode)
-    # What is below 7 rounds to at most 6 by itself: all, unless amax is too small or a block's scale is subnormal.
-    is_clamped = is_whole or not float((block_amax * inverse).max()) < 7
-    decode = scales.mul_(amax / (E4M3_MAX * E2M1_MAX))
-    pieces = [_blocks(part).split(step // BLOCK) for part in (source, result)]
-    factors = [part.unsqueeze(-1).split(step // BLOCK) for part in (inverse, decode)]
-    for values, target, to_codes, to_values in zip(*pieces, *factors, strict=True):
-        torch.mul(values, to_codes, out=target)
-        _round_e2m1_(target, _blocks(scratch)[: len(target)], is_clamped)
-        target.mul_(to_values)
-    return result.view(x.shape).to(x.dtype)
+class Workspace:
+    """Memory of `fake_quantize` for inputs of one size, to be used again and again, and its three passes.
+
+    Operations are few and their views are made once, because a tensor operation costs as much as thousands of elements
+    of arithmetic; elementwise passes go chunk by chunk, because memory costs more than arithmetic.
+    """
+
+    def __init__(self, numel: int, memory: Tensor | None = None) -> None:
+        """``memory``: flat float32, at least ``room(numel)`` long; several workspaces may take turns in it."""
+        memory = torch.empty(self.room(numel)) if memory is None else memory
+        blocks, self.step = numel // BLOCK, min(_CHUNK, numel)
+        sizes = [numel, self.step, blocks, blocks, blocks, blocks]
+        parts = memory[: sum(sizes)].split(sizes)
+        self.result, scratch, self.block_amax, self.scales, self.inverse, self.power = parts
+        self._peaks = _chunks(_bits(self.block_amax), self.step // BLOCK)
+        self._targets = _chunks(_blocks(self.result), self.step // BLOCK)
+        self._to_codes = _chunks(self.inverse.unsqueeze(-1), self.step // BLOCK)
+        self._to_values = _chunks(self.scales.unsqueeze(-1), self.step // BLOCK)
+        self._scratch = [_blocks(scratch)[: len(target)] for target in self._targets]
+        self._is_clamped = True
+
+    @staticmethod
+    def room(numel: int) -> int:
+        """How many floats a workspace takes."""
+        return numel + min(_CHUNK, numel) + 4 * (numel // BLOCK)
+
+    def measure(self, source: Tensor) -> None:
+        """``block_amax`` holds each block's largest magnitude (NaN above inf).
+
+        Magnitudes are compared as integers: for nonnegative floats the order is the same, and it is faster.
+        """
+        pieces = _chunks(_blocks(_bits(source)), self.step // BLOCK)
+        for values, scratch, peaks in zip(pieces, self._scratch, self._peaks, strict=True):
+            magnitudes = torch.bitwise_and(values, 0x7FFFFFFF, out=_bits(scratch))
+            torch.amax(magnitudes, -1, out=peaks)
+
+    def compute_scales(self, scale: TensorScale) -> bool:
+        """The factors to codes and back; False if the input may hold something that is not finite."""
+        torch.mul(self.block_amax, scale.sixth, out=self.scales).clamp_(max=E4M3_MAX)
+        _round(self.scales, self.power, E4M3_MIN_NORMAL, 3)
+        torch.mul(self.scales, scale.decode, out=self.inverse).reciprocal_().clamp_(max=FLOAT_MAX)
+        largest = float(torch.mul(self.block_amax, self.inverse, out=self.power).max())
+        self.scales.mul_(scale.global_scale)
+        # What is below 7 rounds to at most 6 by itself: all, unless amax is too small or a block's scale is subnormal.
+        self._is_clamped = not largest < 7
+        return math.isfinite(largest)
+
+    def round(self, source: Tensor) -> None:
+        """``result`` holds the quantized values."""
+        pieces = _chunks(_blocks(source), self.step // BLOCK)
+        chunks = zip(pieces, self._targets, self._to_codes, self._to_values, self._scratch, strict=True)
+        for values, target, to_codes, to_values, scratch in chunks:
+            torch.mul(values, to_codes, out=target)
+            if self._is_clamped:
+                target.clamp_(-E2M1_MAX, E2M1_MAX)
+            _round(target, scratch, 1.0, 1)
+            target.mul_(to_values)
 
 
 def count_blocks(x: Tensor, amax: Tensor) -> BlockCounts:
     """What quantizing x [..., K] with a static ``amax`` does to its blocks."""
     block_amax = x.float().reshape(-1, BLOCK).abs().amax(-1)
-    encode = _encode_scale(amax)
-    scales = block_amax * (encode * (1 / E2M1_MAX))
-    clipped = scales > E4M3_MAX
-    subnormal = (scales.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float() < E4M3_MIN_NORMAL) & (block_amax > 0)
-    return BlockCounts(block_amax.numel(), int(clipped.sum()), int(subnormal.sum()))
+    ideal = block_amax * tensor_scale(amax).sixth
+    scales = ideal.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
+    subnormal = (scales < E4M3_MIN_NORMAL) & (block_amax > 0)
+    return BlockCounts(block_amax.numel(), int((ideal > E4M3_MAX).sum()), int(subnormal.sum()))
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
@@ -171,6 +229,24 @@ def swizzle_scales(scales: Tensor) -> Tensor:
     return tiles.reshape(-1).view(torch.float8_e4m3fn)
 
 
+def _round(x: Tensor, scratch: Tensor, min_normal: float, mantissa_bits: int) -> None:
+    """Round x in place to a float format without overflow: to nearest, ties to the even code. Zero becomes +0.
+
+    The step is 2^-mantissa_bits of x's power of two, and constant below ``min_normal``. Adding and subtracting
+    1.5 * 2^23 steps rounds to a multiple of it.
+    """
+    torch.bitwise_and(_bits(x), 0x7F800000, out=_bits(scratch))
+    scratch.clamp_(min=min_normal)
+    steps = 1.5 * 2.0 ** (23 - mantissa_bits)
+    x.add_(scratch, alpha=steps).sub_(scratch, alpha=steps)
+
+
+def _scale(amax: Tensor | TensorScale | None, block_amax: Tensor) -> TensorScale:
+    if isinstance(amax, TensorScale):
+        return amax
+    return tensor_scale(block_amax.max() if amax is None else amax)
+
+
 def _bits(x: Tensor) -> Tensor:
     return x.view(torch.int32)
 
@@ -179,42 +255,8 @@ def _blocks(x: Tensor) -> Tensor:
     return x.view(-1, BLOCK)
 
 
-def _encode_scale(amax: Tensor) -> Tensor:
-    """[] the factor that maps ``amax`` to 2688; 1 where amax is 0."""
-    return ((E4M3_MAX * E2M1_MAX) / amax).clamp_(max=FLOAT_MAX).masked_fill_(amax == 0, 1.0)
-
-
-def _ideal_scales(block_amax: Tensor, encode: Tensor, is_finite: bool) -> Tensor:
-    """Block scales before their rounding to E4M3, at most 448; NaN where the block is not finite."""
-    if not is_finite:
-        block_amax = block_amax + (block_amax - block_amax)  # inf - inf is NaN
-    return (block_amax * (encode * (1 / E2M1_MAX))).clamp_(max=E4M3_MAX)
-
-
-def _inverse(scales: Tensor, encode: Tensor) -> Tensor:
-    """What a block's values are multiplied by before their rounding to E2M1."""
-    return (scales * encode.reciprocal()).reciprocal_().clamp_(max=FLOAT_MAX)
-
-
-def _round_e4m3(x: Tensor) -> Tensor:
-    """float32 in [0, 448] -> the nearest E4M3 number, ties to even, as float32.
-
-    Adding and subtracting 1.5 * 2^23 steps rounds to a multiple of the step, which is 2^-3 of x's power of two.
-    """
-    power = (_bits(x) & 0x7F800000).view(torch.float32).clamp_(min=E4M3_MIN_NORMAL)
-    return x.add(power, alpha=1.5 * 2.0**20).sub_(power, alpha=1.5 * 2.0**20)
-
-
-def _round_e2m1_(x: Tensor, scratch: Tensor, is_clamped: bool) -> None:
-    """Round x to E2M1 in place: nearest, ties to the even code; saturating at 6 if ``is_clamped``. Zero becomes +0.
-
-    The step is half of x's power of two, and 0.5 below 1. Adding and subtracting 1.5 * 2^23 steps rounds to it.
-    """
-    if is_clamped:
-        x.clamp_(-E2M1_MAX, E2M1_MAX)
-    torch.bitwise_and(_bits(x), 0x7F800000, out=_bits(scratch))
-    scratch.clamp_(min=1.0)
-    x.add_(scratch, alpha=1.5 * 2.0**22).sub_(scratch, alpha=1.5 * 2.0**22)
+def _chunks(x: Tensor, size: int) -> Sequence[Tensor]:
+    return (x,) if len(x) <= size else x.split(size)
 
 
 def _require_blocks(x: Tensor) -> None:
