@@ -103,7 +103,7 @@ def draw(config: Config, settings: Sequence[Setting], rewards: Sequence[str]) ->
     """Draw ``config.evaluate``'s prompts x images by the full rollout and by each of ``settings``, and score them."""
     with start(config.cpu_threads, config.deterministic) as world:
         base = _session(config, Setting(config.regenerate.num_steps, "full"), world)
-        scorers = {config.reward.name: base.reward} | {name: open_reward(name) for name in rewards}
+        scorers = {config.reward.name: base.reward} | {name: open_reward("--rewards", name, {}) for name in rewards}
         heldout = HeldOut(base.heldout_prompts, base.policy.encode(base.heldout_prompts), scorers)
         scores, seconds = {}, {}
         scores["reward"], seconds["full rollout"] = _score(heldout, base.rollout_policy, _with(
