@@ -77,7 +77,7 @@ def inputs() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("amax", [None, 3.0, 64.0, 4096.0])
+@pytest.mark.parametrize("amax", [None, 0.0, 3.0, 64.0, 4096.0])
 @pytest.mark.parametrize("name", inputs())
 def test_quantization_equals_a_second_implementation_bit_for_bit(name: str, amax: float | None) -> None:
     x = inputs()[name]
@@ -131,6 +131,21 @@ def test_every_block_scale_rounds_to_the_even_nearest_e4m3_number() -> None:
     nvfp4._round(rounded, torch.empty_like(scales), nvfp4.E4M3_MIN_NORMAL, 3)
     assert same_bits(rounded, expected)
     assert same_bits(scales.to(torch.float8_e4m3fn).float(), expected)
+
+
+def test_the_roundings_of_block_scales_and_codes_come_in_the_documented_order() -> None:
+    generator = torch.Generator().manual_seed(3)
+    middle = torch.tensor((E4M3[1:] + E4M3[:-1]) / 2, dtype=torch.float32)
+    grid = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, 6, -6]) / 6
+    for amax in (torch.rand(20, generator=generator) * 100).unbind():
+        near_tie = middle * 6 * (amax / 2688)  # block magnitudes whose scale lies between two E4M3 numbers
+        sizes = torch.cat([near_tie, *(torch.nextafter(near_tie, torch.tensor(to)) for to in (0.0, 1e9))])
+        x = sizes[:, None] * grid
+        quantized = nvfp4.quantize(x, amax)
+        packed, scales, _, values = second_quantize(x.numpy(), amax.numpy())
+        np.testing.assert_array_equal(quantized.scales.view(torch.uint8).numpy(), scales)
+        np.testing.assert_array_equal(quantized.packed.numpy(), packed)
+        assert nvfp4.fake_quantize(x, amax).numpy().tobytes() == values.tobytes()
 
 
 def test_a_worked_example() -> None:

@@ -137,6 +137,14 @@ def test_sharing_keeps_no_activation_alive_and_forgets_with_it() -> None:
     assert alive() is None and shared._quantized.numel() == 0 and shared._source is None
 
 
+def test_inputs_of_all_sizes_take_turns_in_one_piece_of_memory() -> None:
+    shared = SharedInput()
+    quantized = layer(0, shared)
+    inputs = [torch.randn(rows, 48) for rows in (2, 7, 2, 3)]
+    assert all(torch.equal(quantized(x), layer(0)(x)) for x in inputs)
+    assert {work.result.data_ptr() for work in shared._workspaces.values()} == {shared._memory.data_ptr()}
+
+
 def test_inference_mode_gives_the_same_numbers_without_sharing(calls: list[Tensor]) -> None:
     shared = SharedInput()
     quantized, x = layer(0, shared), torch.randn(4, 48)
@@ -154,7 +162,6 @@ def test_the_result_carries_no_gradient() -> None:
     assert not layer()(x).requires_grad
 
 
-@pytest.mark.slow
 def test_compiled_layers_follow_requantization_without_recompiling() -> None:
     shared = SharedInput()
     pair = nn.ModuleList([layer(0, shared), layer(1, shared)])

@@ -76,8 +76,9 @@ class BlockCounts(NamedTuple):
 
 def tensor_scale(amax: Tensor) -> TensorScale:
     """The scales of a tensor with largest magnitude ``amax`` [] float32."""
-    encode = torch.where(amax == 0, 1.0, ((E4M3_MAX * E2M1_MAX) / amax).clamp(max=FLOAT_MAX))
-    return TensorScale(encode * (1 / E2M1_MAX), encode.reciprocal(), amax / (E4M3_MAX * E2M1_MAX))
+    largest = torch.full_like(amax, E4M3_MAX * E2M1_MAX)  # a Python number would turn division into multiplication
+    encode = torch.where(amax == 0, 1.0, (largest / amax).clamp(max=FLOAT_MAX))
+    return TensorScale(encode * (1 / E2M1_MAX), encode.reciprocal(), amax / largest)
 
 
 def quantize(x: Tensor, amax: Tensor | TensorScale | None = None, *, check: bool = True) -> NVFP4:
