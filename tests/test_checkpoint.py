@@ -271,6 +271,7 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_old_state_or_the_new(
             assert newest is not None
             assert_equal(newest, state(newest.step))
             assert metrics_steps(dir) == list(range(1, newest.step + 1))
+            assert [saving.read_checkpoint(path).step for path in list_checkpoints(dir).values()]
             assert [p.name for p in (dir / "checkpoints").iterdir() if not p.name.startswith("step_")] == []
         outcomes.append(newest.step)
         if status == 0:

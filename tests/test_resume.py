@@ -26,14 +26,15 @@ import solrl.tracking
 from solrl.checkpoint import checkpoint_path, list_checkpoints, newest_checkpoint
 from solrl.config import Config
 from solrl.errors import SolrlError
+from solrl.session import open_session
 from solrl.train import train
 from tests.children import in_child, in_children, signal_at
-from tests.parts import tiny_config
+from tests.parts import ALONE, never, tiny_config
 
 ROLLOUT = sys.modules["solrl.rollout"]  # the attribute of the package is the function
 
 
-def run_config(dir: Path, num_steps: int = 3) -> Config:
+def run_config(dir: Path, num_steps: int = 3, checkpoint_every_steps: int = 2) -> Config:
     """A checkpoint after the second step, evaluation and checkpoint after the third."""
     return tiny_config(
         dir,
@@ -43,7 +44,7 @@ def run_config(dir: Path, num_steps: int = 3) -> Config:
         regenerate={"group_size": 2},  # 1 micro-batch, and 2 for the audit of step 2
         train={"num_steps": num_steps},  # 2 micro-batches of 2 timesteps
         evaluate={"images_per_prompt": 4},  # 2 micro-batches and a grid of 2 rows
-        output={"checkpoint_every_steps": 2},
+        output={"checkpoint_every_steps": checkpoint_every_steps},
     )
 
 
@@ -125,15 +126,15 @@ def remove_checkpoint(dir: Path, step: int) -> None:
     shutil.rmtree(checkpoint_path(dir, step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "where", "saved"),
     [
-        # in step 1 there is nothing to save yet
-        pytest.param(signal.SIGTERM, (solrl.learner, "nft_loss", 2), None, marks=pytest.mark.slow),
-        (signal.SIGTERM, (solrl.learner, "nft_loss", 6), 1),
-        pytest.param(signal.SIGINT, (ROLLOUT, "call_reward", 12), 2, marks=pytest.mark.slow),
-        # after the update of step 3, before its metrics
-        pytest.param(signal.SIGTERM, (solrl.evaluate, "call_reward", 5), 2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, (solrl.learner, "nft_loss", 2), None, id="nothing to save yet"),
+        pytest.param(signal.SIGTERM, (solrl.learner, "nft_loss", 6), 1, id="updating"),
+        pytest.param(signal.SIGINT, (ROLLOUT, "call_reward", 12), 2, id="exploring"),
+        # after the update of step 3, before its metrics: the update is taken back
+        pytest.param(signal.SIGTERM, (solrl.evaluate, "call_reward", 5), 2, id="evaluating"),
     ],
 )
 def test_a_signal_saves_the_last_whole_step_and_exits_3(
@@ -146,7 +147,7 @@ def test_a_signal_saves_the_last_whole_step_and_exits_3(
 ) -> None:
     def run_until_stopped() -> None:
         signal_at(monkeypatch, *where, number)
-        train(run_config(tmp_path))
+        train(run_config(tmp_path, checkpoint_every_steps=9))  # so that only the signal saves
 
     code, message = in_child(run_until_stopped)
     assert code == 3 and number.name in message
@@ -194,6 +195,15 @@ def test_a_checkpoint_holds_what_training_changes_and_no_frozen_weight(uninterru
     lora = safetensors.torch.load_file(uninterrupted / "lora" / solrl.export.WEIGHTS)
     adapter_bytes = sum(tensor.nbytes for tensor in lora.values())
     assert path.stat().st_size < 5.5 * adapter_bytes
+
+
+def test_a_session_takes_back_everything_its_state_names(tmp_path: Path) -> None:
+    session = open_session(run_config(tmp_path), ALONE, never)
+    state = {name: torch.full_like(tensor, 1 + i % 7) for i, (name, tensor) in enumerate(session.state_dict().items())}
+    session.load_state_dict({name: tensor.clone() for name, tensor in state.items()})
+    now = session.state_dict()
+    assert now.keys() == state.keys() and any(name.startswith("activation/") for name in now)
+    assert [name for name in now if not torch.equal(now[name], state[name])] == []
 
 
 def test_other_base_weights_are_refused(tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:

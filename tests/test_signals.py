@@ -55,9 +55,10 @@ def test_outside_the_main_thread_it_is_inert() -> None:
 
 def test_only_the_rank_that_saves_leaves_and_the_others_follow_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(Interrupted, match="SIGTERM"), SignalStop() as stop:
+    with pytest.raises(Interrupted, match="SIGTERM") as caught, SignalStop() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         stop()
         raise RuntimeError("connection closed by peer")
+    assert isinstance(caught.value.__cause__, RuntimeError)  # it went on until its peer was gone
     with pytest.raises(RuntimeError, match="closed"), SignalStop():
         raise RuntimeError("connection closed by peer")  # without a signal it is a failure
