@@ -52,7 +52,6 @@ class SharedInput:
             return fake_quantize(x, scale.amax, check=False)
         known = self._source is not None and self._source() is x
         if not known or self._version != x._version or self._amax != scale.value:
-            self._source = None  # a failure below leaves nothing half remembered
             is_cpu = x.device.type == "cpu"  # elsewhere a check would wait for the device
             workspace = self._workspace(x.numel()) if is_cpu else None
             self._quantized = fake_quantize(x, scale.tensor_scale, check=is_cpu, workspace=workspace)
