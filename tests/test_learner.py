@@ -167,3 +167,9 @@ def test_the_adapter_that_trains_is_the_default_one() -> None:
     base = lora_state(some.policy.transformer, "default")
     some.update(training_set(some.policy), ALONE, never)
     assert all(pair.b.any() for pair in base.values())
+
+
+def test_a_bfloat16_base_trains_float32_adapters() -> None:
+    some = learner(model={"dtype": "bfloat16"})
+    metrics = some.update(training_set(some.policy), ALONE, never)
+    assert metrics["health/policy_change"] > 0 and all(p.dtype == torch.float32 for p in some.parameters)

@@ -72,6 +72,13 @@ def test_the_context_switches_adapters_and_restores_training() -> None:
     assert len(trained) == 48 and all(".default." in name for name in trained)
 
 
+def test_adapters_are_float32_masters_on_a_bfloat16_base() -> None:
+    policy = load_policy(tiny_config(model={"dtype": "bfloat16"}), CPU)
+    frozen = {p.dtype for n, p in policy.transformer.named_parameters() if "lora_" not in n}
+    pairs = [pair for name in ("default", "old") for pair in lora_state(policy.transformer, name).values()]
+    assert frozen == {torch.bfloat16} and all(pair.a.dtype == pair.b.dtype == torch.float32 for pair in pairs)
+
+
 def test_a_sibling_shares_everything_but_the_transformer(policy: FluxPolicy) -> None:
     twin = policy.sibling(torch.nn.Linear(1, 1))
     assert twin.vae is policy.vae and twin.text_encoder is policy.text_encoder and twin.latent_shape == (64, 16)

@@ -112,6 +112,8 @@ def add_adapters(transformer: Any, lora: LoraConfig, run_seed: int) -> None:
         except ValueError as error:
             raise UsageError(f"lora.targets {list(lora.targets)} match no layer of this model") from error
     for name in ("default", "old"):
+        for parameter in lora_parameters(transformer, name):  # diffusers gives them the base's dtype
+            parameter.data = parameter.data.float()
         for number, pair in enumerate(lora_state(transformer, name).values()):
             seed = candidate_seed(run_seed, 0, 0, number, "lora")
             pair.a.copy_(noise([seed], pair.a.shape)[0] / math.sqrt(lora.rank))
