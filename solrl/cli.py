@@ -67,6 +67,8 @@ def _overview() -> str:
       Draw a candidate of a finished step again, from the run's ledger.
   report RUN
       Write RUN/report.html anew.
+  export RUN OUT [--step S | --best] [--raw]
+      Write a checkpoint's LoRA as diffusers loads it; without a model.
   version
 
 Every command takes --help, and --debug to show where an error came from.
@@ -120,6 +122,20 @@ def _report(words: list[str]) -> None:
     print(write_report(chosen.run))
 
 
+def _export(words: list[str]) -> None:
+    parser = _Parser("solrl export", description="Write a checkpoint's LoRA and its model card into OUT.")
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("out", type=Path, help="folder for the LoRA")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="the checkpoint of this step (the newest)")
+    which.add_argument("--best", action="store_true", help="the checkpoint with the best held-out reward")
+    parser.add_argument("--raw", action="store_true", help="the policy itself instead of its average (EMA)")
+    chosen = parser.parse_args(words)
+    from solrl.export import export_run
+
+    print(export_run(chosen.run, chosen.out, step="best" if chosen.best else chosen.step, raw=chosen.raw))
+
+
 def print_settings(config: Config) -> None:
     """Prints every setting with its meaning, its type and the value ``config`` has, in the flags' form."""
     import tyro
@@ -151,4 +167,9 @@ def print_settings(config: Config) -> None:
         )
 
 
-COMMANDS: dict[str, Callable[[list[str]], None]] = {"train": _train, "replay": _replay, "report": _report}
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "train": _train,
+    "replay": _replay,
+    "report": _report,
+    "export": _export,
+}

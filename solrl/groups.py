@@ -60,6 +60,7 @@ class Selection:
     groups: list[int]  # numbers of the groups that are trained on
     indices: Tensor  # [len(groups), K] int64: the K/2 best (best first), then the K/2 worst (worst last)
     skipped: dict[int, str]  # group number -> why it was left out
+    num_without_spread: int = 0  # how many of those because all their scores were equal
 
     def pick(self, seeds: Seeds) -> Seeds:
         """The kept seeds, ``[len(groups)][K]``."""
@@ -79,20 +80,21 @@ def select_contrastive(scores: Tensor, keep: int, present: Tensor | None = None)
     present = torch.ones_like(scores, dtype=torch.bool) if present is None else present
     if not bool(torch.isfinite(scores[present]).all()):
         raise ValueError("scores must be finite; a missing score is marked in `present`, not by NaN")
-    groups, rows, skipped = [], [], {}
+    groups, rows, skipped, without_spread = [], [], {}, 0
     for group in range(scores.shape[0]):
         candidates = present[group].nonzero().flatten()
         values = scores[group][candidates]
         if len(candidates) < keep:
             skipped[group] = f"{len(candidates)} of {scores.shape[1]} candidates have a score, {keep} are needed"
         elif values.min() == values.max():
+            without_spread += 1
             skipped[group] = f"all scores equal {values[0].item():.6g}"
         else:
             order = candidates[torch.argsort(values, descending=True, stable=True)]
             groups.append(group)
             rows.append(torch.cat([order[: keep // 2], order[len(order) - keep // 2 :]]))
     indices = torch.stack(rows) if rows else torch.empty(0, keep, dtype=torch.int64)
-    return Selection(groups, indices, skipped)
+    return Selection(groups, indices, skipped, without_spread)
 
 
 def group_advantages(rewards: Tensor, present: Tensor | None = None, std: str = "global") -> Tensor:

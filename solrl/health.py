@@ -37,7 +37,7 @@ MEANINGS = {
     "health/skipped_groups": "groups left out for want of spread or scores",
     "health/zero_std_groups": "groups whose scores were all equal",
     "health/missing_share": "share of scores the reward could not give",
-    "health/nonfinite": "values that were NaN or infinite",
+    "health/nonfinite": "trained samples with NaN or infinite latents",
     "health/clean_norm": "root mean square of the trained latents",
     "health/old_distance": "distance of policy and old_policy weights",
     "health/velocity_old_distance": "squared velocity distance of policy and old_policy",
@@ -61,7 +61,7 @@ class StepFacts:
     """Scores asked for in all stages."""
     num_missing: int = 0
     num_nonfinite: int = 0
-    """NaN or infinite values among scores, latents and images."""
+    """Trained samples whose latents hold NaN or infinity."""
     clean_norm: float | None = None
     """Mean root mean square of the clean latents that were trained on."""
     grad_norm: float | None = None
@@ -129,7 +129,7 @@ def _check_numbers(facts: StepFacts) -> None:
     if facts.num_nonfinite:
         raise _stop(
             facts,
-            f"{facts.num_nonfinite} values among scores, latents and images are NaN or infinite",
+            f"{facts.num_nonfinite} trained samples hold NaN or infinite latents",
             "resume from an earlier checkpoint with a lower train.learning_rate, or try explore.precision = full",
         )
     for name, value in (("grad_norm", facts.grad_norm), ("the clean latents' norm", facts.clean_norm)):

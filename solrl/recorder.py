@@ -100,6 +100,8 @@ class Recorder:
             metrics |= self._evaluate(step)
         if self.is_main:
             self._write_ledger(step, record)
+        for group, reason in record.selection.skipped.items():
+            self.tracking.plan([f"step {step} skips {record.prompts[group]!r}: {reason}"])
         self.tracking.log(metrics)
         if due or step % self.config.output.checkpoint_every_steps == 0:
             self._save(step, metrics.get(f"eval/{self.config.reward.name}/mean"))
@@ -174,7 +176,6 @@ class Recorder:
     def _facts(self, step: int, record: StepRecord) -> StepFacts:
         rewards = record.rewards
         norms = self.world.sum_(clean_norms(rewards.clean, rewards.values.numel()))
-        alike = sum(reason.startswith("all scores equal") for reason in record.selection.skipped.values())
         flat = sum(
             len(set(row[there].tolist())) < 2 for row, there in zip(rewards.values, rewards.present, strict=True)
         )
@@ -185,9 +186,10 @@ class Recorder:
             step=step,
             num_groups=len(record.prompts),
             trained_groups=len(record.selection.groups) - flat,
-            zero_std_groups=alike + flat,
+            zero_std_groups=record.selection.num_without_spread + flat,
             num_scores=sum(s.present.numel() for s in stages),
             num_missing=sum(int((~s.present).sum()) for s in stages),
+            num_nonfinite=int((~norms.isfinite()).sum()),
             clean_norm=float(norms.mean()) if len(norms) else None,
             grad_norm=record.metrics.get("grad_norm"),
             policy_change=record.metrics.get("health/policy_change"),

@@ -68,8 +68,20 @@ def score(
     board = ScoreBoard(shape)
     for part in rollouts:
         with clock.phase("score"):
+            _require_finite(part)
             board.add(part, *call_reward(reward, part.images, part.prompts))
     return board.gather(world)
+
+
+def _require_finite(part: Rollouts) -> None:
+    """The model's own failure, before a reward is blamed for it."""
+    bad = (~part.clean.isfinite().flatten(1).all(1)).nonzero().flatten()
+    if len(bad):
+        raise SolrlError(
+            f"{len(bad)} of {len(part.clean)} samples came out NaN or infinite, first for prompt "
+            f"{part.prompts[int(bad[0])]!r}: resume from an earlier checkpoint with a lower train.learning_rate, or "
+            "try explore.precision = full"
+        )
 
 
 class ScoreBoard:

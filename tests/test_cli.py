@@ -69,6 +69,8 @@ def test_debug_shows_where_an_error_came_from(
         (["replay", "runs/x"], "required: --step, --candidate"),
         (["replay", "runs/x", "--step", "one", "--candidate", "0"], "--step: invalid int value: 'one'"),
         (["report"], "required: run"),
+        (["export", "here"], "required: out"),
+        (["export", "run", "out", "--best", "--step", "3"], "not allowed with"),
         (["train", "tiny_flux", "extra"], "unexpected argument 'extra'"),
         (["train", "tiny_flux", "--resume", "yes"], "unexpected argument 'yes'"),
     ],

@@ -58,7 +58,8 @@ def test_a_missing_score_removes_the_candidate_not_the_group() -> None:
     assert selection.groups == [0, 1] and 0 not in selection.indices[0] and 0 in selection.indices[1]
     present[0, 1] = False
     selection = select_contrastive(scores, 4, present)
-    assert selection.groups == [1] and "3 of 5" in selection.skipped[0]
+    assert selection.groups == [1] and "3 of 5" in selection.skipped[0] and selection.num_without_spread == 0
+    assert select_contrastive(torch.zeros(2, 5), 4, present).num_without_spread == 1
 
 
 def test_nan_is_refused_unless_missing_and_odd_or_large_keeps_are_refused() -> None:

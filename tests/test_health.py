@@ -39,7 +39,7 @@ def test_metrics_hold_every_fact_and_leave_out_what_did_not_happen():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_nonfinite": 2}, "2 values among scores, latents and images are NaN"),
+        ({"num_nonfinite": 2}, "2 trained samples hold NaN"),
         ({"grad_norm": math.nan}, "grad_norm is nan"),
         ({"grad_norm": math.inf}, "grad_norm is inf"),
         ({"clean_norm": math.inf}, "norm is inf"),

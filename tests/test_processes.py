@@ -52,6 +52,7 @@ def launch(folder: Path, num_processes: int, **sections: object) -> Path:
     command += [str(ROOT / "scripts" / "train.py"), str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    (folder / f"on_{num_processes}.log").write_text(done.stderr)
     return run
 
 
@@ -98,6 +99,7 @@ def test_a_skipped_group_changes_nothing_about_that(tmp_path: Path) -> None:
     same_bits(one, two)
     skipped = json.loads((one / "metrics.jsonl").read_text().splitlines()[1])["health/skipped_groups"]
     assert skipped == 1
+    assert f"step 1 skips {first!r}: all scores equal 0.5" in (tmp_path / "on_2.log").read_text()
 
 
 @pytest.mark.slow

@@ -78,6 +78,13 @@ def test_scores_land_at_their_flat_positions() -> None:
     assert bool(scores.present.all()) and sorted(scores.clean) == [0, 1, 2]
 
 
+def test_samples_that_are_not_finite_are_the_models_failure_not_the_rewards() -> None:
+    part = fake_part()
+    part.clean[1, 0] = float("nan")
+    with pytest.raises(SolrlError, match="1 of 3 samples came out NaN or infinite, first for prompt 'b'"):
+        score(Redness(), [part], (1, 3), world=ALONE, clock=stopwatch())
+
+
 class Answering:
     """A reward that gives a fixed answer, or raises it."""
 
