@@ -40,7 +40,7 @@ def save_grid(images: Tensor, columns: int, path: Path, scale: int = 3) -> None:
 
 def check_flux(args: argparse.Namespace) -> None:
     """Prints the mean rewards of `args.model` and saves a grid of samples, half of single objects and half of two."""
-    pipeline = FluxPipeline.from_pretrained(args.model, torch_dtype=torch.float32)
+    pipeline = FluxPipeline.from_pretrained(args.model, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     rewards = {"shapes": load_reward("shapes")}
     if args.clip.exists():

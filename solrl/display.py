@@ -188,10 +188,9 @@ def plan_lines(config: Config, *, device: str, world_size: int, policy: str, exp
     explore, regenerate, train = config.explore, config.regenerate, config.train
     samples = config.prompts.per_step * config.regenerate.group_size
     batches, passes = -(-samples // config.batch.train), 3 if train.kl_weight > 0 else 2
-    processes = "1 process" if world_size == 1 else f"{world_size} processes"
     facts = {
-        "run": f"{config.output.dir}, seed {config.seed}, {train.num_steps} steps",
-        "device": f"{device}, {processes}",
+        "run": f"{config.output.dir}, seed {config.seed}, {_count(train.num_steps, 'step')}",
+        "device": f"{device}, {_count(world_size, 'process', 'processes')}",
         "policy": policy,
     }
     if explore.enabled:
@@ -203,8 +202,8 @@ def plan_lines(config: Config, *, device: str, world_size: int, policy: str, exp
         facts["regenerate"] = _stage(regenerate, config, world_size)
     facts["update"] = (
         f"{samples} samples x {config.num_train_timesteps} timesteps = {samples * config.num_train_timesteps} pairs, "
-        f"{passes} forward and 1 backward pass each; {batches} micro-batches of {config.batch.train}"
-        f"{_padding(samples, batches * config.batch.train)}, 1 optimizer step"
+        f"{passes} forward and 1 backward pass each; {_count(batches, 'micro-batch', 'micro-batches')} of "
+        f"{config.batch.train}{_padding(samples, batches * config.batch.train)}, 1 optimizer step"
     )
     facts["evaluate"] = _evaluation(config)
     lines = [f"{name:<11} {text}" for name, text in facts.items()]
@@ -218,10 +217,15 @@ def _stage(stage: StageConfig, config: Config, world_size: int) -> str:
     rounds = -(-batches // world_size)
     share = f", {rounds} a process" if world_size > 1 else ""
     return (
-        f"{config.prompts.per_step} prompts x {stage.group_size} = {samples} samples, {stage.num_steps} "
-        f"{stage.solver} steps, {batches} micro-batches of {size}{share}"
+        f"{_count(config.prompts.per_step, 'prompt')} x {stage.group_size} = {samples} samples, {stage.num_steps} "
+        f"{stage.solver} steps, {_count(batches, 'micro-batch', 'micro-batches')} of {size}{share}"
         f"{_padding(samples, rounds * world_size * size)}"
     )
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    """As in "1 step", "2 steps"."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _padding(samples: int, capacity: int) -> str:
