@@ -15,6 +15,7 @@ BENCHMARKS = {
     "host_overhead": "noise, copies, preprocessing, selection, ledger, images at the real geometry, without a model",
     "step_overhead": "the share of a training step that is not velocity, decode, scoring or backward",
     "learning_curve": "held-out rewards of finished runs, before and after, and the curve between",
+    "explorer_formats": "held-out reward after training with explorers of several number formats, several seeds each",
     "emulation_cost": "what emulating NVFP4 costs, against full precision",
 }
 
