@@ -120,6 +120,7 @@ class Recorder:
                 checkpoint.check_base(self._base)
                 self.session.load_state_dict(checkpoint.tensors)
                 step += checkpoint.step
+                self._export(checkpoint.step, checkpoint.heldout)  # a kill may have come between the two
         self.step = int(self.world.broadcast_(step))
         state = {name: self.world.broadcast_(tensor) for name, tensor in self.session.state_dict().items()}
         self.session.load_state_dict(state)
@@ -150,8 +151,11 @@ class Recorder:
     def _save(self, step: int, heldout: float | None = None) -> None:
         if not self._folder:
             return
-        learner, folder = self.session.learner, self.config.output.dir
         self._folder.save(Checkpoint(step, self.session.state_dict(), heldout, self._base))
+        self._export(step, heldout)
+
+    def _export(self, step: int, heldout: float | None) -> None:
+        learner, folder = self.session.learner, self.config.output.dir
         rewards = {self.config.reward.name: heldout} if heldout is not None else {}
         export_lora(folder / "lora", learner.ema, self.config, step=step, weights="average (EMA)", rewards=rewards)
         raw = lora_state(self.session.policy.transformer, "default")

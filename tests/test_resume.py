@@ -91,6 +91,7 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {
     "updating step 3": (solrl.learner, "nft_loss", 10),
     "last evaluation": (solrl.evaluate, "call_reward", 6),
     "saving step 3": (solrl.checkpoint, "_write_checkpoint", 2),
+    "exporting step 3": (solrl.export, "write_atomic", 5),
 }
 """Before which call the process is killed: module or class, function, and the how-manieth call."""
 
