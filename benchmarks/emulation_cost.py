@@ -19,6 +19,7 @@ from benchmarks.common import facts, hardware, number_list, parser, table, whole
 from solrl.config import LoraConfig, ModelConfig
 from solrl.models.base import add_adapters, lora_state
 from solrl.models.flux import FluxPolicy
+from solrl.quant.backends import EMULATED
 from solrl.quant.trees import RolloutTrees
 from solrl.types import Conditioning
 
@@ -63,7 +64,7 @@ def load(path: str) -> tuple[RolloutTrees, Callable[[torch.nn.Module, int], obje
     policy = FluxPolicy(ModelConfig(path=path, height=32, width=32, max_text_tokens=12), cpu)
     policy.requires_grad_(False).eval()
     add_adapters(policy.transformer, LoraConfig(), run_seed=0)
-    trees = RolloutTrees(policy.transformer, "emulated_nvfp4")
+    trees = RolloutTrees(policy.transformer, EMULATED)
     trees.requantize_(lora_state(policy.transformer, "old"))
     prompt = policy.encode(["a red circle left of a blue square"])
     generator = torch.Generator().manual_seed(0)

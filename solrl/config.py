@@ -100,10 +100,16 @@ class ExploreConfig(StageConfig):
     """Candidates explored per prompt, N."""
     num_steps: int = Field(6, gt=0)
     """Denoising steps of the explorer."""
-    precision: Literal["auto", "full", "emulated_nvfp4"] = "auto"
+    precision: Literal["auto", "nvfp4", "fp8", "full", "emulated_nvfp4"] = "auto"
     """Number format of the explorer: auto picks the cheapest that this machine runs natively, and says which."""
+    backend: Literal["auto", "native", "te"] = "auto"
+    """Kernels of nvfp4: native (torch's own, what auto takes), or te (Transformer Engine; untested)."""
     quantize: tuple[tuple[str, str], ...] | None = None
-    """Ordered (glob, nvfp4 | full) rules over layer names, first match wins; unset: the family's defaults."""
+    """Ordered (glob, nvfp4 | fp8 | full | auto) rules over layer names, first match wins; unset: the model's own."""
+    activation_scale: Literal["static", "dynamic"] = "static"
+    """Scale of NVFP4's inputs: static (calibrated), or dynamic (each input's own; a sample depends on its batch)."""
+    recalibrate_every_steps: int = Field(0, ge=0)
+    """Steps between new measurements of the static scales; 0: only at the start."""
     calibration_batches: int = Field(1, gt=0)
     """Micro-batches of exploration from which the static activation scales are measured at the start."""
 

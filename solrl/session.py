@@ -18,7 +18,7 @@ from solrl.groups import Selection, candidate_seed
 from solrl.learner import Learner
 from solrl.models.base import load_policy, lora_state, quiet_loading
 from solrl.prompts import load_prompt_lists
-from solrl.quant.backends import choose_precision
+from solrl.quant.backends import choose_backend
 from solrl.quant.trees import RolloutTrees, SyncReport
 from solrl.rollout import rollout, score
 from solrl.types import Conditioning, LoraPair, Policy, Reward, Scores, Seeds, UsageError
@@ -115,12 +115,15 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
     """A session at step 0, calibrated. Everything that can be wrong with settings or files is found here."""
     quiet_loading()
     train_prompts, heldout_prompts = load_prompt_lists(config)
-    precision, line = choose_precision(config.explore, world.device)
+    backend = choose_backend(config.explore, world.device)
     reward = open_reward("reward.name", config.reward.name, config.reward.options)
     others = [name for name in config.evaluate.rewards if name != config.reward.name]
     watched = {name: open_reward("evaluate.rewards", name, {}) for name in others}
     policy = load_policy(config, world.device)
-    trees = RolloutTrees(policy.transformer, precision, config.explore.quantize)
+    explore = config.explore
+    trees = RolloutTrees(
+        policy.transformer, backend, explore.quantize, is_dynamic=explore.activation_scale == "dynamic"
+    )
     session = Session(
         config=config,
         world=world,
@@ -134,11 +137,11 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
         watched=watched,
         train_prompts=train_prompts,
         heldout_prompts=heldout_prompts,
-        precision=precision,
-        precision_line=line,
+        precision=backend.precision,
+        precision_line=backend.precision,
     )
     session.sync()
-    if precision != "full":
+    if backend.number_format:
         session.calibrate()
     return session
 

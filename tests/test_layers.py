@@ -66,14 +66,20 @@ def test_the_first_matching_rule_wins_and_what_no_rule_matches_stays_full() -> N
 
 
 def test_a_layer_that_cannot_be_quantized_is_named_with_the_way_out() -> None:
-    with pytest.raises(UsageError, match=r'x_embedder has 20 inputs.*multiple of 16; put \("x_embedder", "full"\)'):
+    with pytest.raises(
+        UsageError,
+        match=r'x_embedder has 20 inputs .*, NVFP4 needs multiples of 32 and 16; put \("x_embedder", "full"\)',
+    ):
         plan_layers(model(), [("*", "nvfp4")])
     assert "x_embedder" not in quantized([("x_embedder", "full"), ("*", "nvfp4")])
 
 
 @pytest.mark.parametrize(
     ("rule", "message"),
-    [(("*attm*", "nvfp4"), "matches no linear layer"), (("*attn*", "fp4"), "format 'fp4' .* use nvfp4 or full")],
+    [
+        (("*attm*", "nvfp4"), "matches no linear layer"),
+        (("*attn*", "fp4"), "format 'fp4' .* use nvfp4, fp8, full, auto"),
+    ],
 )
 def test_a_rule_that_means_nothing_is_an_error(rule: tuple[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):

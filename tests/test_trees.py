@@ -14,8 +14,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from solrl.errors import SolrlError
-from solrl.quant import linear as linear_module
+from solrl.quant import emulated as emulated_module
 from solrl.quant import trees as trees_module
+from solrl.quant.backends import EMULATED, FULL, Backend
+from solrl.quant.emulated import EmulatedLinear
 from solrl.quant.linear import QuantLinear, SharedInput
 from solrl.quant.trees import RolloutTrees
 from solrl.types import LoraPair
@@ -78,9 +80,9 @@ def forward(model: Any, batch: int = 3, mates: int = 0) -> Tensor:
     return output
 
 
-def ready(model: Any, precision: str = "emulated_nvfp4") -> RolloutTrees:
+def ready(model: Any, backend: Backend = EMULATED) -> RolloutTrees:
     """Trees that hold "old", calibrated."""
-    trees = RolloutTrees(model, precision)
+    trees = RolloutTrees(model, backend)
     trees.requantize_(pairs(model))
     with trees.calibration():
         forward(trees.explorer)
@@ -95,7 +97,7 @@ def shared_model() -> Any:
 
 
 def test_the_rollout_tree_draws_what_the_old_adapter_draws(shared_model: Any) -> None:
-    trees = RolloutTrees(shared_model, "full")
+    trees = RolloutTrees(shared_model, FULL)
     assert trees.explorer is trees.rollout
     trees.requantize_(pairs(shared_model))
     for module in shared_model.modules():
@@ -157,7 +159,7 @@ def test_trees_never_checkpoint_gradients() -> None:
     model = transformer()
     model.enable_gradient_checkpointing()
     assert not any(
-        getattr(module, "gradient_checkpointing", False) for module in RolloutTrees(model, "full").rollout.modules()
+        getattr(module, "gradient_checkpointing", False) for module in RolloutTrees(model, FULL).rollout.modules()
     )
 
 
@@ -181,7 +183,7 @@ def test_requantizing_merges_in_float32_in_place_and_reports_it() -> None:
         changes.append(float((weight.float() - once.float()).abs().max()))
         layer = trees.explorer.get_submodule(name)
         if isinstance(layer, QuantLinear):
-            fresh = QuantLinear(merged, None, dtype=torch.bfloat16, shared=SharedInput())
+            fresh = EmulatedLinear(merged, None, dtype=torch.bfloat16, shared=SharedInput())
             assert torch.equal(layer.qweight, fresh.qweight) and torch.equal(layer.dequantized, fresh.dequantized)
     assert report.max_change == max(changes)
     owners = {
@@ -269,20 +271,18 @@ def test_a_change_below_a_quantization_step_may_leave_the_explorer_as_it_is(shar
 
 def test_models_that_cannot_be_merged_are_refused() -> None:
     model = transformer()
-    with pytest.raises(SolrlError, match="precision 'fp4' is unknown"):
-        RolloutTrees(model, "fp4")
     next(module for module in model.modules() if isinstance(module, BaseTunerLayer)).merge()
     with pytest.raises(SolrlError, match=r"merged into transformer_blocks\.0\.attn\.to_q"):
-        RolloutTrees(model, "full")
+        RolloutTrees(model, FULL)
     with pytest.raises(SolrlError, match="no LoRA layer"):
-        RolloutTrees(nn.Sequential(nn.Linear(4, 4)), "full")
+        RolloutTrees(nn.Sequential(nn.Linear(4, 4)), FULL)
 
 
 def test_the_explorer_differs_from_the_rollout_tree_by_quantization_only(shared_model: Any) -> None:
     trees = ready(shared_model)
     full, quantized = forward(trees.rollout), forward(trees.explorer)
     assert 0.01 < (quantized - full).norm() / full.norm() < 0.3
-    everything_full = RolloutTrees(shared_model, "emulated_nvfp4", [("*", "full")])
+    everything_full = RolloutTrees(shared_model, EMULATED, [("*", "full")])
     everything_full.requantize_(pairs(shared_model))
     assert everything_full.explorer is not everything_full.rollout
     assert torch.equal(forward(everything_full.explorer), full)
@@ -292,9 +292,9 @@ def test_sharing_inputs_saves_quantizations_and_changes_no_bit(
     shared_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trees, calls = ready(shared_model), []
-    quantize = linear_module.fake_quantize
+    quantize = emulated_module.fake_quantize
     monkeypatch.setattr(
-        linear_module, "fake_quantize", lambda x, *a, **k: calls.append(x.shape) or quantize(x, *a, **k)
+        emulated_module, "fake_quantize", lambda x, *a, **k: calls.append(x.shape) or quantize(x, *a, **k)
     )
     together = forward(trees.explorer)
     assert len(calls) == 8 + 2  # double block: qkv, added qkv, 2 outputs, 2 x 2 feed-forward; single: qkv + mlp, output
@@ -311,7 +311,7 @@ def test_a_sample_does_not_depend_on_its_batch_mates(shared_model: Any) -> None:
 
 
 def test_activation_scales_are_sixteen_times_the_largest_input_as_a_power_of_two(shared_model: Any) -> None:
-    trees = RolloutTrees(shared_model, "emulated_nvfp4")
+    trees = RolloutTrees(shared_model, EMULATED)
     trees.requantize_(pairs(shared_model))
     with pytest.raises(SolrlError, match="calibrate"):
         forward(trees.explorer)
@@ -340,7 +340,7 @@ def test_activation_scales_are_sixteen_times_the_largest_input_as_a_power_of_two
 def test_activation_scales_travel_through_a_checkpoint(shared_model: Any) -> None:
     trees = ready(shared_model)
     scales = trees.activation_scales()
-    other = RolloutTrees(shared_model, "emulated_nvfp4")
+    other = RolloutTrees(shared_model, EMULATED)
     other.load_activation_scales_(scales)
     other.requantize_(pairs(shared_model))
     assert torch.equal(forward(other.explorer), forward(trees.explorer))
@@ -350,7 +350,7 @@ def test_activation_scales_travel_through_a_checkpoint(shared_model: Any) -> Non
     del scales[missing]
     with pytest.raises(SolrlError, match=f"1 missing, 0 unknown .missing {missing}"):
         other.load_activation_scales_(scales)
-    full = RolloutTrees(shared_model, "full")
+    full = RolloutTrees(shared_model, FULL)
     full.set_activation_scales_(), full.load_activation_scales_(full.activation_scales())
 
 

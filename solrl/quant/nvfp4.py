@@ -191,6 +191,16 @@ def count_blocks(x: Tensor, amax: Tensor) -> BlockCounts:
     return BlockCounts(block_amax.numel(), int((ideal > E4M3_MAX).sum()), int(subnormal.sum()))
 
 
+def weight_rounding(quantized: NVFP4) -> tuple[Tensor, Tensor]:
+    """(largest error that quantizing can have made, widest gap between values that can be stored), [M, K] each.
+
+    Half the widest gap, of E2M1's 4 and 6, is one block scale (the rounding of that scale and of the result adds a
+    little); where block scales are subnormal, their own rounding (at most 2^-10) times the largest code, 6.
+    """
+    scales = quantized.scales.float().repeat_interleave(BLOCK, -1)
+    return (scales * 1.05 + E2M1_MAX * 2.0**-10) * quantized.global_scale, 2 * scales * quantized.global_scale
+
+
 def encode_e2m1(x: Tensor) -> Tensor:
     """float32 -> codes 0..15 in uint8: nearest, ties to the even code, saturating; NaN becomes +-6."""
     magnitude = x.abs()
@@ -228,6 +238,14 @@ def swizzle_scales(scales: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(scales.view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
     tiles = padded.view(-(-rows // 128), 4, 32, -(-columns // 4), 4).permute(0, 3, 2, 1, 4)
     return tiles.reshape(-1).view(torch.float8_e4m3fn)
+
+
+def unswizzle_scales(flat: Tensor, rows: int, width: int) -> Tensor:
+    """The scales [rows, width/16] that ``swizzle_scales`` laid out; ``width`` counts elements."""
+    columns = width // BLOCK
+    tiles = flat.view(torch.uint8).view(-(-rows // 128), -(-columns // 4), 32, 4, 4).permute(0, 3, 2, 1, 4)
+    scales = tiles.reshape(-(-rows // 128) * 128, -1)[:rows, :columns].contiguous()
+    return scales.view(torch.float8_e4m3fn)
 
 
 def _round(x: Tensor, scratch: Tensor, min_normal: float, mantissa_bits: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,17 +24,18 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from solrl.errors import SolrlError
+from solrl.quant.backends import Backend
 from solrl.quant.layers import (
-    FLUX_RULES,
     LayerFormat,
     Rules,
     counting_rows,
+    default_rules,
     format_report,
     plan_layers,
     quantized_share,
 )
-from solrl.quant.linear import QuantLinear, SharedInput
-from solrl.quant.nvfp4 import BLOCK, BlockCounts, count_blocks
+from solrl.quant.linear import Place, QuantLinear, SharedInput
+from solrl.quant.nvfp4 import BlockCounts, count_blocks
 from solrl.types import LoraPair
 
 HEADROOM = 16.0
@@ -52,23 +54,25 @@ class SyncReport:
 
 
 class RolloutTrees:
-    """``rollout`` and ``explorer`` of a transformer with LoRA adapters; for precision "full" they are one module.
+    """``rollout`` and ``explorer`` of a transformer with LoRA adapters; for full precision they are one module.
 
     They hold the base weights until the first `requantize_`.
     """
 
-    def __init__(self, transformer: nn.Module, precision: str, rules: Rules | None = None) -> None:
-        if precision not in ("full", "emulated_nvfp4"):
-            raise SolrlError(f"explorer precision {precision!r} is unknown; use full or emulated_nvfp4")
-        self.precision = precision
+    def __init__(
+        self, transformer: nn.Module, backend: Backend, rules: Rules | None = None, *, is_dynamic: bool = False
+    ) -> None:
+        """``rules``: None for the architecture's own. ``is_dynamic``: inputs are scaled by their own amax."""
+        self.backend = backend
         self._base = _base_layers(transformer)
         self.rollout: nn.Module = _without_adapters(transformer)
         self.explorer: nn.Module = self.rollout
         self.plan: list[LayerFormat] = []
         self._rows: dict[str, int] = {}
-        if precision == "emulated_nvfp4":
-            self.plan = plan_layers(self.rollout, FLUX_RULES if rules is None else rules)
-            self.explorer = _quantized_sibling(self.rollout, self.plan)
+        if backend.number_format is not None:
+            rules = default_rules(self.rollout) if rules is None else rules
+            self.plan = plan_layers(self.rollout, rules, backend.number_format)
+            self.explorer = _quantized_sibling(self.rollout, self.plan, backend, is_dynamic)
         self._pointers = self._data_pointers()
 
     @property
@@ -98,12 +102,15 @@ class RolloutTrees:
 
     @contextmanager
     def calibration(self) -> Iterator[None]:
-        """Inside, quantized layers scale each input by its own amax and remember the largest."""
+        """Inside, quantized layers scale each input by its own amax and remember the largest.
+
+        After, each also knows its place among those that read one tensor.
+        """
         layers = self.quant_layers()
         for layer in layers.values():
             layer.start_observing()
         try:
-            with counting_rows(self.explorer, self._rows):
+            with counting_rows(self.explorer, self._rows), _watching_readers(layers):
                 yield
         finally:
             for layer in layers.values():
@@ -111,7 +118,7 @@ class RolloutTrees:
 
     def set_activation_scales_(self) -> None:
         """Fix each layer's activation amax: what calibration saw, times HEADROOM, rounded up to a power of two."""
-        for name, layer in self.quant_layers().items():
+        for name, layer in self._calibrated_layers().items():
             seen = 0.0 if layer.observed is None else float(layer.observed)
             if not 0 < seen < math.inf:
                 raise SolrlError(
@@ -126,8 +133,8 @@ class RolloutTrees:
 
     def load_activation_scales_(self, scales: Mapping[str, Tensor]) -> None:
         """Take over saved ``activation_scales``; layers must be exactly the quantized ones."""
-        layers = self.quant_layers()
-        _require_same("saved activation scales", set(scales), "quantized layers", set(layers))
+        layers = self._calibrated_layers()
+        _require_same("saved activation scales", set(scales), "layers with one", set(layers))
         for name, layer in layers.items():
             layer.set_act_amax_(float(scales[name]))
 
@@ -137,18 +144,23 @@ class RolloutTrees:
         counts: dict[str, BlockCounts] = {}
 
         def count(name: str, layer: QuantLinear, x: Tensor) -> None:
-            new = count_blocks(x, layer.act_amax)
+            new = count_blocks(x.movedim(1, -1) if layer.is_convolution else x, layer.act_amax)
             counts[name] = BlockCounts(*map(sum, zip(counts.get(name, (0, 0, 0)), new, strict=True)))
 
         handles = [
             layer.register_forward_pre_hook(lambda module, args, name=name: count(name, module, args[0]))
-            for name, layer in self.quant_layers().items()
+            for name, layer in self._calibrated_layers().items()
+            if layer.number_format == "nvfp4"
         ]
         try:
             yield counts
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _calibrated_layers(self) -> dict[str, QuantLinear]:
+        """Quantized layers that compute with a static amax."""
+        return {name: layer for name, layer in self.quant_layers().items() if layer.needs_calibration}
 
     def _check_bound(self, adapters: Mapping[str, LoraPair]) -> None:
         """Layers that carry an adapter == layers given, and every number finite, before anything is written."""
@@ -166,12 +178,10 @@ class RolloutTrees:
         weight.copy_(rounded)
         layer = self.explorer.get_submodule(name)
         if isinstance(layer, QuantLinear):
-            before = [stored.clone() for stored in (layer.qweight, layer.scales, layer.global_scale)]
-            steps = 2 * layer.scales.float() * layer.global_scale  # the widest gap between E2M1 numbers is 2
+            before = [stored.clone() for stored in layer.stored()]
             layer.requantize_(merged)
-            after = (layer.qweight, layer.scales, layer.global_scale)
-            requantized = sum(map(_changed_bytes, before, after))
-            if not requantized and bool((change.unflatten(-1, (-1, BLOCK)) > steps.unsqueeze(-1)).any()):
+            requantized = sum(map(_changed_bytes, before, layer.stored()))
+            if not requantized and bool((change > layer.rounding()[1]).any()):
                 raise SolrlError(
                     f"{name}: the weight moved by more than a quantization step but no stored byte changed"
                 )
@@ -224,18 +234,44 @@ def _without_adapters(transformer: nn.Module) -> nn.Module:
     return tree.requires_grad_(False).eval()
 
 
-def _quantized_sibling(rollout: nn.Module, plan: list[LayerFormat]) -> nn.Module:
+def _quantized_sibling(rollout: nn.Module, plan: list[LayerFormat], backend: Backend, is_dynamic: bool) -> nn.Module:
     """A copy of the rollout tree on its storages, with the planned layers quantized."""
     memo = _aliases(rollout)
     shared = SharedInput()
     for layer in plan:
-        if layer.format == "nvfp4":
-            linear: Any = rollout.get_submodule(layer.name)
-            bias = None if linear.bias is None else linear.bias.detach()
-            quantized = QuantLinear(linear.weight, bias, dtype=linear.weight.dtype, name=layer.name, shared=shared)
-            _require_agreement(layer.name, quantized, linear.weight.float())
-            memo[id(linear)] = quantized
+        if layer.format != "full":
+            full: Any = rollout.get_submodule(layer.name)
+            weight = full.weight.flatten(1)
+            quantized = backend.layers[layer.format](
+                weight, None if full.bias is None else full.bias.detach(), dtype=weight.dtype, name=layer.name,
+                shared=shared, is_dynamic=is_dynamic, is_convolution=isinstance(full, nn.Conv2d),
+            )  # fmt: skip
+            _require_agreement(layer.name, quantized, weight.float())
+            memo[id(full)] = quantized
     return copy.deepcopy(rollout, memo).eval()
+
+
+@contextmanager
+def _watching_readers(layers: Mapping[str, QuantLinear]) -> Iterator[None]:
+    """After, each layer has the ``place`` it took among those that read one tensor one after another."""
+    last: tuple[QuantLinear, weakref.ref[Tensor]] | None = None
+
+    def watch(layer: QuantLinear, x: Tensor) -> None:
+        nonlocal last
+        follows = last is not None and last[1]() is x and last[0].number_format == layer.number_format
+        if last is not None:
+            last[0].place = last[0].place._replace(is_last=not follows)
+        layer.place = Place(is_first=not follows, is_last=True)
+        last = (layer, weakref.ref(x))
+
+    handles = [
+        layer.register_forward_pre_hook(lambda module, args: watch(module, args[0])) for layer in layers.values()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _aliases(module: nn.Module) -> dict[int, Any]:
@@ -272,15 +308,13 @@ def _merge(base: nn.Linear, pair: LoraPair, name: str) -> Tensor:
 
 
 def _require_agreement(name: str, layer: QuantLinear, merged: Tensor) -> None:
-    """Every quantized weight is as close to ``merged`` as NVFP4's rounding allows.
-
-    Half the widest gap is one block scale (the rounding of that scale and of the result adds a little); where block
-    scales are subnormal, their own rounding (at most 2^-10) times the largest code, 6.
-    """
-    allowed = (layer.scales.float() * 1.05 + 6 * 2.0**-10) * layer.global_scale
-    error = (layer.dequantized.float() - merged).abs_().unflatten(-1, (-1, BLOCK))
-    if not bool((error <= allowed.unsqueeze(-1)).all()):
-        raise SolrlError(f"{name}: the explorer's weight is further from the merged one than NVFP4's rounding explains")
+    """Every quantized weight is as close to ``merged`` as its format's rounding allows."""
+    allowed, _ = layer.rounding()
+    if not bool(((layer.weight_values() - merged).abs_() <= allowed).all()):
+        raise SolrlError(
+            f"{name}: the explorer's weight is further from the merged one than {layer.number_format.upper()}'s "
+            "rounding explains"
+        )
 
 
 def _changed_bytes(old: Tensor, new: Tensor) -> int:
