@@ -110,6 +110,14 @@ class ExploreConfig(StageConfig):
     """Scale of NVFP4's inputs: static (calibrated), or dynamic (each input's own; a sample depends on its batch)."""
     recalibrate_every_steps: int = Field(0, ge=0)
     """Steps between new measurements of the static scales; 0: only at the start."""
+    decoder: Literal["full", "tiny"] = "full"
+    """What makes images of explored latents: full is the model's own decoder, tiny a distilled one (tiny_decoder).
+
+    tiny is cheaper and less exact. fidelity/full_* compares its scores with those of images that the full decoder made,
+    so it reports what that costs. Trained rewards never come from it.
+    """
+    tiny_decoder: str | None = None
+    """Folder or hub id of a diffusers AutoencoderTiny made for the model's latents; only with decoder = tiny."""
     calibration_batches: int = Field(1, gt=0)
     """Micro-batches of exploration from which the static activation scales are measured at the start."""
 
@@ -145,6 +153,12 @@ class TrainConfig(Section):
     """DiffusionNFT guidance strength: v+ = beta v + (1 - beta) v_old."""
     kl_weight: float = Field(1e-4, ge=0)
     """Weight of the mean squared velocity distance to the adapter-free model; 0 skips its forward pass."""
+    old_from_rollout: bool = False
+    """Take old_policy's velocity from the merged rollout tree, which is faster than its adapter.
+
+    Then v = v_old holds on-policy only up to the rounding of merged weights. health/old_rollout_error measures that in
+    every step (one forward), in the unit of health/velocity_old_distance: it should be far below it.
+    """
     advantage_clip: float = Field(5.0, gt=0)
     """Advantages are clipped to plus or minus this."""
     advantage_std: Literal["global", "group"] = "global"
@@ -164,8 +178,11 @@ class BatchConfig(Section):
     """Samples a velocity call draws at once, in both stages; short batches are padded."""
     train: int = Field(12, gt=0)
     """Samples a training micro-batch holds; must divide `rollout`."""
-    decode: int = Field(24, gt=0)
-    """Samples decoded at once."""
+    decode: int = Field(24, ge=0)
+    """Samples decoded at once; must divide `rollout`, or be larger.
+
+    0: on a GPU as many as its memory holds, measured at the start and written to the run's config.toml; on a CPU all.
+    """
 
 
 class EvaluateConfig(Section):
@@ -207,6 +224,14 @@ class Config(Section):
     """Run seed: every random draw follows from it."""
     deterministic: bool = True
     """On a GPU use deterministic kernels, so that equal settings give equal bits; a CPU always does."""
+    compile: Literal["auto", "off", "default", "max-autotune-no-cudagraphs"] = "auto"
+    """torch.compile of explorer, rollout tree, policy (forward and backward) and decoder.
+
+    auto: default on a GPU, off on a CPU. default: the first step waits for the compiler, later runs find most of its
+    work in a cache (~/.cache/solrl/inductor, or TORCHINDUCTOR_CACHE_DIR); quantized formats are slow without it.
+    max-autotune-no-cudagraphs: times several kernels for each operation and takes the fastest, which waits longer; runs
+    and ranks may choose differently, so it needs deterministic = false. off: nothing to wait for.
+    """
     cpu_threads: int = Field(1, gt=0)
     """Threads of a process on a CPU; results are bit-equal only for equal values. Use processes to fill cores."""
     model: ModelConfig = ModelConfig()
@@ -231,12 +256,26 @@ class Config(Section):
             raise ValueError("explore.enabled and regenerate.enabled are both false: nothing would be drawn")
         if self.batch.rollout % self.batch.train:
             raise ValueError(f"batch.train ({self.batch.train}) must divide batch.rollout ({self.batch.rollout})")
+        if self.batch.decode and self.batch.rollout % min(self.batch.decode, self.batch.rollout):
+            raise ValueError(f"batch.decode ({self.batch.decode}) must divide batch.rollout ({self.batch.rollout})")
+        self._decoder_and_compile()
         if self.num_train_timesteps < 1:
             raise ValueError(
                 f"train.timestep_fraction ({self.train.timestep_fraction}) of {self.train_stage.num_steps} steps "
                 "trains no timestep; raise it"
             )
         return self
+
+    def _decoder_and_compile(self) -> None:
+        explore = self.explore
+        if (explore.decoder == "tiny") != (explore.tiny_decoder is not None):
+            raise ValueError("explore.decoder = tiny and explore.tiny_decoder (its folder) need each other")
+        if explore.decoder == "tiny" and not self.regenerate.enabled:
+            raise ValueError(
+                "explore.decoder = tiny needs regenerate.enabled: trained rewards come from the full decoder"
+            )
+        if self.compile == "max-autotune-no-cudagraphs" and self.deterministic:
+            raise ValueError("compile = max-autotune-no-cudagraphs picks kernels by timing: set deterministic = false")
 
     @property
     def pool_size(self) -> int:

@@ -12,9 +12,8 @@ from torch import Tensor
 from solrl.clock import Stopwatch
 from solrl.config import Config, StageConfig
 from solrl.distributed import World
-from solrl.groups import group_seeds, noise
+from solrl.groups import group_seeds
 from solrl.rollout import ScoreBoard, call_reward, rollout
-from solrl.samplers import sample
 from solrl.types import Conditioning, Policy, Reward, Scores
 
 GRID_PROMPTS, GRID_SEEDS = 8, 4
@@ -45,7 +44,6 @@ class HeldOut:
                     boards[name].add(part, *call_reward(reward, part.images, part.prompts))
         return {name: board.gather(world) for name, board in boards.items()}
 
-    @torch.no_grad()
     def grid(self, policy: Policy, config: Config) -> tuple[Tensor, Tensor]:
         """Images [P, M, 3, H, W] of the first prompts on the first evaluation seeds, and their rewards [P, M].
 
@@ -54,22 +52,18 @@ class HeldOut:
         prompts = self.prompts[:GRID_PROMPTS]
         columns = min(GRID_SEEDS, config.evaluate.images_per_prompt)
         seeds = group_seeds(config.evaluate.seed, 0, len(prompts), columns, "evaluate")
-        stage = evaluation_stage(config)
+        alone = World(0, 1, policy.device)
         reward = next(iter(self.rewards.values()))
         images, values = [], []
-        for row, prompt in enumerate(prompts):
-            rows = self.conditioning.rows([row] * columns)
-            start = noise(seeds[row], policy.latent_shape).to(policy.device)
-            clean = sample(
-                lambda x, sigma: policy.velocity(x, sigma, rows),  # noqa: B023
-                start,
-                policy.sigmas(stage.num_steps),
-                stage.solver,
-            )
-            images.append(policy.decode(clean))
-            scored, present = call_reward(reward, images[-1], [prompt] * columns)
+        for part in rollout(
+            policy, self.conditioning, prompts, seeds, evaluation_stage(config),
+            batch=config.batch, world=alone, clock=Stopwatch(alone.device), stop=lambda: None, phase="grid",
+        ):  # fmt: skip
+            images.append(part.images.cpu())
+            scored, present = call_reward(reward, part.images, part.prompts)
             values.append(torch.where(present, scored, torch.nan))
-        return torch.stack(images).cpu(), torch.stack(values)
+        shape = (len(prompts), columns)
+        return torch.cat(images).unflatten(0, shape), torch.cat(values).view(shape)
 
 
 def evaluation_stage(config: Config) -> StageConfig:

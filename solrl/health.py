@@ -41,6 +41,7 @@ MEANINGS = {
     "health/clean_norm": "root mean square of the trained latents",
     "health/old_distance": "distance of policy and old_policy weights",
     "health/velocity_old_distance": "squared velocity distance of policy and old_policy",
+    "health/old_rollout_error": "squared velocity distance of old_policy's merged weights and its adapter: rounding",
     "health/policy_change": "largest change of an adapter weight in the step",
     "health/synced_bytes": "bytes of explorer and rollout weights changed by the sync",
 }

@@ -3,18 +3,18 @@
 The loss is a sum over (sample, timestep) pairs divided by their global number. Each micro-batch's gradient goes into a
 64-bit fixed-point sum, so the total has the same bits however micro-batches are spread over processes, and a rank
 without any still joins the one reduction of the step. There is no DDP wrapper. Adapter weights are float32 masters;
-compute runs in the policy's dtype inside ``compute_autocast``.
+compute runs in the policy's dtype inside ``compute.updating``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from solrl.compute import drawing, updating
 from solrl.config import Config
 from solrl.distributed import OrderFreeSum, World
 from solrl.flow import noised
@@ -36,11 +36,21 @@ class TrainingSet:
     conditioning: Conditioning
 
 
-class Learner:
-    """Owns the adapters' optimizer and averages. ``step`` counts optimizer steps done."""
+NUM_SUMS = 4
+"""Numbers that are summed beside the gradient: policy loss, KL, velocity distance, error of the merged old_policy."""
 
-    def __init__(self, policy: Policy, config: Config) -> None:
+
+class Learner:
+    """Owns the adapters' optimizer and averages. ``step`` counts optimizer steps done.
+
+    ``rollout_policy`` draws with old_policy's merged weights; it gives v_old with train.old_from_rollout.
+    """
+
+    def __init__(self, policy: Policy, config: Config, rollout_policy: Policy | None = None) -> None:
+        if config.train.old_from_rollout and rollout_policy is None:
+            raise SolrlError("train.old_from_rollout needs the rollout policy: Learner(policy, config, rollout_policy)")
         self.policy, self.config = policy, config
+        self.merged_old = rollout_policy if config.train.old_from_rollout else None
         self.layers = list(lora_state(policy.transformer, "default"))
         self.parameters = lora_parameters(policy.transformer, "default")
         self.old_parameters = lora_parameters(policy.transformer, "old")
@@ -68,7 +78,7 @@ class Learner:
         """Take one optimizer step on ``data`` and advance old_policy and EMA; the metrics are equal on all ranks."""
         size = self.config.batch.train
         num_batches = -(-len(data.seeds) // size)
-        total = OrderFreeSum(sum(p.numel() for p in self.parameters) + 3, num_batches, world.device)
+        total = OrderFreeSum(sum(p.numel() for p in self.parameters) + NUM_SUMS, num_batches, world.device)
         for number in range(num_batches):
             if (number * size) // self.config.batch.rollout % world.size == world.rank:
                 stop()
@@ -76,8 +86,8 @@ class Learner:
                 total.add([*(p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters), losses])
                 self.optimizer.zero_grad()
         summed = total.result(world)
-        gradient = summed[:-3].float()
-        policy_loss, kl, old_distance = summed[-3:].tolist()
+        gradient = summed[:-NUM_SUMS].float()
+        policy_loss, kl, old_distance, old_error = summed[-NUM_SUMS:].tolist()
         for parameter, part in zip(self.parameters, gradient.split([p.numel() for p in self.parameters]), strict=True):
             parameter.grad = part.view_as(parameter)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.train.max_grad_norm, error_if_nonfinite=True)
@@ -95,10 +105,10 @@ class Learner:
             "health/policy_change": max(
                 float((p.detach() - q).abs().max()) for p, q in zip(self.parameters, before, strict=True)
             ),
-        }
+        } | ({"health/old_rollout_error": old_error} if self.merged_old else {})
 
     def _accumulate(self, data: TrainingSet, samples: range) -> Tensor:
-        """Add one micro-batch's gradient to ``.grad``; return its share of (policy loss, kl, velocity distance) [3]."""
+        """Add one micro-batch's gradient to ``.grad``; return its share of the NUM_SUMS sums."""
         train, train_batch, device = self.config.train, self.config.batch.train, self.policy.device
         numbers = [*samples] + [samples[-1]] * (train_batch - len(samples))
         weight = data.weights[numbers].to(device)
@@ -114,10 +124,12 @@ class Learner:
             fresh = noise([derive_seed(seed, f"train/{t}") for seed in seeds], self.policy.latent_shape).to(device)
             latents.append(noised(clean, fresh, sigmas[:, t]))
         frozen = self._frozen_velocities(latents, sigmas, conditioning)
-        sums = torch.zeros(3, device=device)
+        sums = torch.zeros(NUM_SUMS, device=device)
+        if self.merged_old and samples.start == 0:
+            sums[3] = self._merged_error(frozen[0][0], latents[0], sigmas[:, 0], conditioning)
         for t, (old, reference) in enumerate(frozen):
             sigma = sigmas[:, t]
-            with compute_autocast(self.policy):
+            with updating(self.policy, gradient=True):
                 velocity = self.policy.velocity(latents[t], sigma, conditioning)
             policy, kl = nft_loss(
                 velocity, old, latents[t], clean, sigma, advantages,
@@ -125,10 +137,9 @@ class Learner:
             )  # fmt: skip
             ((policy + train.kl_weight * kl) * weight).sum().backward()
             distance = (velocity.detach() - old).square().flatten(1).mean(1)
-            sums += torch.stack([(policy.detach() * weight).sum(), (kl.detach() * weight).sum(), distance @ weight])
+            sums[:3] += torch.stack([(policy.detach() * weight).sum(), (kl.detach() * weight).sum(), distance @ weight])
         return sums
 
-    @torch.no_grad()
     def _frozen_velocities(
         self, latents: list[Tensor], sigmas: Tensor, conditioning: Conditioning
     ) -> list[tuple[Tensor, Tensor | None]]:
@@ -137,14 +148,27 @@ class Learner:
         All timesteps of a micro-batch at once: switching adapters costs the host a tenth of a small model's forward.
         """
         transformer, policy = self.policy.transformer, self.policy
-        references: list[Tensor | None] = [None] * len(latents)
-        with compute_autocast(policy):
-            with adapter(transformer, "old"):
-                old = [policy.velocity(x, sigmas[:, t], conditioning) for t, x in enumerate(latents)]
+
+        def velocities(policy: Policy) -> list[Tensor]:
+            return [policy.velocity(x, sigmas[:, t], conditioning) for t, x in enumerate(latents)]
+
+        references: list[Tensor] | list[None] = [None] * len(latents)
+        if self.merged_old:
+            with drawing(self.merged_old):
+                old = velocities(self.merged_old)
+        with updating(policy, gradient=False):
+            if not self.merged_old:
+                with adapter(transformer, "old"):
+                    old = velocities(policy)
             if self.config.train.kl_weight > 0:
                 with adapter(transformer, None):
-                    references = [policy.velocity(x, sigmas[:, t], conditioning) for t, x in enumerate(latents)]
+                    references = velocities(policy)
         return list(zip(old, references, strict=True))
+
+    def _merged_error(self, merged: Tensor, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        """Mean squared distance of old_policy's velocity from merged weights and from its adapter."""
+        with updating(self.policy, gradient=False), adapter(self.policy.transformer, "old"):
+            return (merged - self.policy.velocity(latents, sigma, conditioning)).square().mean()
 
     def _train_sigmas(self, seeds: list[int]) -> Tensor:
         """[B, T] float32: per sample T different sigmas of the rollout grid, 1 included and 0 not."""
@@ -187,14 +211,6 @@ class Learner:
             tensor.copy_(state[name])
         for parameter in self.parameters:
             self.optimizer.state[parameter]["step"].fill_(self.step)
-
-
-def compute_autocast(policy: Policy) -> AbstractContextManager[object]:
-    """The one place where compute precision differs from the float32 adapter weights."""
-    dtype = next(p for p in policy.transformer.parameters() if not p.requires_grad).dtype
-    if dtype == torch.float32:
-        return nullcontext()
-    return torch.autocast(policy.device.type, dtype)
 
 
 def _distance(some: list[Tensor], others: list[Tensor]) -> float:

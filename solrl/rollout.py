@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from solrl.clock import Stopwatch
+from solrl.compute import drawing
 from solrl.config import BatchConfig, StageConfig
 from solrl.distributed import World
 from solrl.groups import noise
@@ -45,11 +46,11 @@ def rollout(
         first = number * batch.rollout
         part = flat[first : first + batch.rollout]
         padded = part + [part[-1]] * (batch.rollout - len(part))
-        with clock.phase(phase), torch.no_grad():
+        with clock.phase(phase), drawing(policy):
             rows = conditioning.rows([group for group, _ in padded])
             start = noise([seed for _, seed in padded], policy.latent_shape).to(policy.device)
             clean = sample(lambda x, sigma: policy.velocity(x, sigma, rows), start, sigmas, stage.solver)  # noqa: B023
-            images = torch.cat([policy.decode(piece) for piece in clean.split(batch.decode)])
+            images = torch.cat([policy.decode(piece) for piece in clean.split(batch.decode or len(clean))])
         yield Rollouts(
             index=torch.arange(first, first + len(part)),
             prompts=[prompts[group] for group, _ in part],

@@ -9,14 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from solrl.clock import Stopwatch
+from solrl.compute import compile_, compile_mode, eagerly, repeated_blocks, use_cache_folder
 from solrl.config import Config, StageConfig
 from solrl.distributed import World
 from solrl.groups import Selection, candidate_seed
 from solrl.learner import Learner
 from solrl.models.base import load_policy, lora_state, quiet_loading
+from solrl.models.decoder import decode_slice, load_tiny_decoder, use_fast_layout_, with_decoder
 from solrl.prompts import load_prompt_lists
 from solrl.quant.backends import choose_backend
 from solrl.quant.trees import RolloutTrees, SyncReport
@@ -56,6 +59,13 @@ class Session:
     heldout_prompts: list[str]
     precision: str
     precision_line: str
+    compile_mode: str
+
+    def regions(self) -> list[nn.Module]:
+        """What runs often enough to be compiled: the blocks of policy and trees, and the decoders."""
+        transformers = [self.policy.transformer, self.trees.rollout, self.trees.explorer]
+        decoders = [self.policy.vae.decoder, self.explorer.vae.decoder]
+        return [block for transformer in transformers for block in repeated_blocks(transformer)] + decoders
 
     def draw(
         self,
@@ -84,7 +94,7 @@ class Session:
         """Measure the explorer's static activation scales on fixed prompts and seeds, the same on every rank."""
         alone = World(0, 1, self.world.device)
         settings, explore = self.config, self.config.explore
-        with self.trees.calibration():
+        with self.trees.calibration(), eagerly():
             for number in range(explore.calibration_batches):
                 first = number * settings.batch.rollout
                 prompts = [
@@ -120,30 +130,48 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
     others = [name for name in config.evaluate.rewards if name != config.reward.name]
     watched = {name: open_reward("evaluate.rewards", name, {}) for name in others}
     policy = load_policy(config, world.device)
+    use_fast_layout_(policy.vae)
     explore = config.explore
     trees = RolloutTrees(
         policy.transformer, backend, explore.quantize, is_dynamic=explore.activation_scale == "dynamic"
     )
+    rollout_policy, explorer = policy.sibling(trees.rollout), policy.sibling(trees.explorer)
+    if config.explore.tiny_decoder is not None:
+        explorer = with_decoder(explorer, load_tiny_decoder(config.explore.tiny_decoder, explorer))
     session = Session(
-        config=config,
+        config=_fix_decode_slice(config, policy, world),
         world=world,
         stop=stop,
         policy=policy,
         trees=trees,
-        rollout_policy=policy.sibling(trees.rollout),
-        explorer=policy.sibling(trees.explorer),
-        learner=Learner(policy, config),
+        rollout_policy=rollout_policy,
+        explorer=explorer,
+        learner=Learner(policy, config, rollout_policy),
         reward=reward,
         watched=watched,
         train_prompts=train_prompts,
         heldout_prompts=heldout_prompts,
         precision=backend.precision,
         precision_line=backend.precision,
+        compile_mode=compile_mode(config, world.device),
     )
     session.sync()
     if backend.number_format:
         session.calibrate()
+    if session.compile_mode != "off":
+        use_cache_folder(world.rank)
+        compile_(session.regions(), session.compile_mode, deterministic=config.deterministic)
     return session
+
+
+def _fix_decode_slice(config: Config, policy: Policy, world: World) -> Config:
+    """``batch.decode`` = 0 replaced by what every rank has memory for."""
+    if config.batch.decode:
+        return config
+    slices = torch.zeros(world.size, dtype=torch.int64)
+    slices[world.rank] = decode_slice(policy, config.batch.rollout)
+    batch = config.batch.model_copy(update={"decode": int(world.sum_(slices).min())})
+    return config.model_copy(update={"batch": batch})
 
 
 def open_reward(setting: str, name: str, options: dict[str, Any]) -> Reward:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self, TypeAlias, runtime_checkable
+from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,8 @@ class Policy(nn.Module, ABC):
     transformer: nn.Module
     latent_shape: tuple[int, ...]
     """Shape of one sample's latents as the transformer takes them, without the batch dimension."""
+    vae: Any
+    """The autoencoder whose ``decoder`` ``decode`` runs; the explorer may be given another one."""
 
     @abstractmethod
     def encode(self, prompts: Sequence[str]) -> Conditioning:
