@@ -36,6 +36,7 @@ from solrl.quant.layers import (
 )
 from solrl.quant.linear import Place, QuantLinear, SharedInput
 from solrl.quant.nvfp4 import BlockCounts, count_blocks
+from solrl.quant.proof import Proof, prove
 from solrl.types import LoraPair
 
 HEADROOM = 16.0
@@ -100,6 +101,16 @@ class RolloutTrees:
             raise SolrlError("a weight of a rollout tree was replaced instead of filled in place; build the trees anew")
         return SyncReport(len(changes), max(change for change, _ in changes), sum(count for _, count in changes))
 
+    @torch.no_grad()
+    def prove(self, adapters: Mapping[str, LoraPair]) -> Proof | None:
+        """Prove that each quantized layer holds the weight that ``adapters`` give it and computes in its format.
+
+        None for full precision. Raises a SolrlError that names the first layer that fails (solrl/quant/proof.py).
+        """
+        if self.explorer is self.rollout:
+            return None
+        return prove((layer, self._wanted_weight(name, adapters)) for name, layer in self.quant_layers().items())
+
     @contextmanager
     def calibration(self) -> Iterator[None]:
         """Inside, quantized layers scale each input by its own amax and remember the largest.
@@ -161,6 +172,12 @@ class RolloutTrees:
     def _calibrated_layers(self) -> dict[str, QuantLinear]:
         """Quantized layers that compute with a static amax."""
         return {name: layer for name, layer in self.quant_layers().items() if layer.needs_calibration}
+
+    def _wanted_weight(self, name: str, adapters: Mapping[str, LoraPair]) -> Tensor:
+        """[out, in] float32."""
+        if name in self._base:
+            return _merge(self._base[name], adapters[name], name)
+        return _weight_of(self.rollout, name).flatten(1).float()
 
     def _check_bound(self, adapters: Mapping[str, LoraPair]) -> None:
         """Layers that carry an adapter == layers given, and every number finite, before anything is written."""
