@@ -4,16 +4,20 @@ import argparse
 from pathlib import Path
 
 import torch
-from diffusers import FluxPipeline
+from diffusers import DiffusionPipeline, SanaPipeline
 from PIL import Image
 from solrl_rewards import load_reward, scenes
 from tiny_models import TEXT_LENGTH
 from torch import Tensor
 
 
-def sample(pipeline: FluxPipeline, prompts: list[str], num_steps: int) -> Tensor:
+def sample(pipeline: DiffusionPipeline, prompts: list[str], num_steps: int) -> Tensor:
     """One image a prompt, the n-th from seed n, without guidance."""
     images = []
+    call: dict[str, object] = {}
+    if isinstance(pipeline, SanaPipeline):
+        call = {"complex_human_instruction": None, "use_resolution_binning": False}
+        call["sigmas"] = [1 - step / num_steps for step in range(num_steps)]
     for start in range(0, len(prompts), 64):
         batch = prompts[start : start + 64]
         generators = [torch.Generator().manual_seed(seed) for seed in range(start, start + len(batch))]
@@ -26,6 +30,7 @@ def sample(pipeline: FluxPipeline, prompts: list[str], num_steps: int) -> Tensor
             max_sequence_length=TEXT_LENGTH,
             generator=generators,
             output_type="pt",
+            **call,
         )
         images.append(output.images.float())
     return torch.cat(images)  # [B, 3, SIZE, SIZE]
@@ -38,9 +43,9 @@ def save_grid(images: Tensor, columns: int, path: Path, scale: int = 3) -> None:
     picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST).save(path)
 
 
-def check_flux(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace) -> None:
     """Prints the mean rewards of `args.model` and saves a grid of samples, half of single objects and half of two."""
-    pipeline = FluxPipeline.from_pretrained(args.model, dtype=torch.float32)
+    pipeline = DiffusionPipeline.from_pretrained(args.model, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     rewards = {"shapes": load_reward("shapes")}
     if args.clip.exists():

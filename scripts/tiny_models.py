@@ -3,10 +3,32 @@
 import random
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import (
+    AutoencoderDC,
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    SanaPipeline,
+    SanaTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
 from solrl_rewards import scenes
-from tiny_tokenizers import clip_tokenizer, t5_tokenizer
-from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel
+from tiny_tokenizers import clip_tokenizer, gemma_tokenizer, t5_tokenizer
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    Gemma2Config,
+    Gemma2Model,
+    GemmaTokenizer,
+    T5Config,
+    T5EncoderModel,
+)
 
 TEXT_LENGTH = 12  # tokens
 
@@ -35,13 +57,28 @@ def build_vae() -> AutoencoderKL:
     )
 
 
-def build_clip_text(tokenizer: CLIPTokenizer) -> CLIPTextModel:
-    """A one-layer CLIP text encoder of width 64."""
-    config = CLIPTextConfig(
+def build_deep_autoencoder() -> AutoencoderDC:
+    """A deep-compression autoencoder of 32 x 32 images to 16 x 8 x 8 latents, with attention where it is smallest."""
+    stages = {"block_types": ("ResBlock", "ResBlock", "EfficientViTBlock"), "block_out_channels": (16, 32, 64)}
+    stages |= {"layers_per_block": (1, 1, 1), "qkv_multiscales": ((), (), (5,))}
+    halves = {f"{half}_{name}": value for half in ("encoder", "decoder") for name, value in stages.items()}
+    return AutoencoderDC(
+        latent_channels=16,
+        attention_head_dim=16,
+        upsample_block_type="interpolate",
+        downsample_block_type="conv",
+        scaling_factor=1.0,
+        **halves,
+    )
+
+
+def clip_text_config(tokenizer: CLIPTokenizer, layers: int) -> CLIPTextConfig:
+    """A CLIP text encoder of width 64."""
+    return CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         max_position_embeddings=TEXT_LENGTH,
         projection_dim=64,
@@ -49,7 +86,6 @@ def build_clip_text(tokenizer: CLIPTokenizer) -> CLIPTextModel:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return CLIPTextModel(config)
 
 
 def build_t5(vocabulary: int) -> T5EncoderModel:
@@ -89,11 +125,91 @@ def build_flux(seed: int) -> FluxPipeline:
     return FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=1.0, use_dynamic_shifting=False),
         vae=build_vae(),
-        text_encoder=build_clip_text(tokenizer),
+        text_encoder=CLIPTextModel(clip_text_config(tokenizer, layers=1)),
         tokenizer=tokenizer,
         text_encoder_2=build_t5(len(tokenizer_2)),
         tokenizer_2=tokenizer_2,
         transformer=transformer,
+    )
+
+
+def build_sd3(seed: int) -> StableDiffusion3Pipeline:
+    """A StableDiffusion3Pipeline of 3.5 M random parameters, the same for the same seed."""
+    torch.manual_seed(seed)
+    corpus = caption_corpus()
+    tokenizer, tokenizer_3 = clip_tokenizer(corpus, TEXT_LENGTH), t5_tokenizer(corpus, TEXT_LENGTH)
+    clip = clip_text_config(tokenizer, layers=2)  # the pipeline reads the states before the last layer
+    transformer = SD3Transformer2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=5,
+        attention_head_dim=32,
+        num_attention_heads=4,
+        joint_attention_dim=128,
+        caption_projection_dim=128,
+        pooled_projection_dim=128,
+        pos_embed_max_size=16,
+        qk_norm="rms_norm",
+    )
+    return StableDiffusion3Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=3.0),
+        vae=build_vae(),
+        text_encoder=CLIPTextModelWithProjection(clip),
+        tokenizer=tokenizer,
+        text_encoder_2=CLIPTextModelWithProjection(clip),
+        tokenizer_2=clip_tokenizer(corpus, TEXT_LENGTH),
+        text_encoder_3=build_t5(len(tokenizer_3)),
+        tokenizer_3=tokenizer_3,
+        transformer=transformer,
+    )
+
+
+def build_gemma(tokenizer: GemmaTokenizer) -> Gemma2Model:
+    """A two-layer Gemma 2 of width 128."""
+    config = Gemma2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        max_position_embeddings=TEXT_LENGTH,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        use_cache=False,
+    )
+    return Gemma2Model(config)
+
+
+def build_sana(seed: int) -> SanaPipeline:
+    """A SanaPipeline of 4 M random parameters, the same for the same seed."""
+    torch.manual_seed(seed)
+    tokenizer = gemma_tokenizer(caption_corpus(), TEXT_LENGTH)
+    transformer = SanaTransformer2DModel(
+        in_channels=16,
+        out_channels=16,
+        num_attention_heads=6,
+        attention_head_dim=32,
+        num_layers=5,
+        num_cross_attention_heads=6,
+        cross_attention_head_dim=32,
+        cross_attention_dim=192,
+        caption_channels=128,
+        mlp_ratio=2.5,
+        sample_size=8,
+        patch_size=1,
+    )
+    return SanaPipeline(
+        tokenizer=tokenizer,
+        text_encoder=build_gemma(tokenizer),
+        vae=build_deep_autoencoder(),
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=1.0),
     )
 
 

@@ -1,6 +1,8 @@
-"""Make everything in solrl/assets from nothing: the tiny FLUX pipeline, the tiny CLIP and the prompt files.
+"""Make everything in solrl/assets from nothing: a tiny pipeline of each family, the tiny CLIP and the prompt files.
 
     python scripts/train_tiny.py flux       # autoencoder, then text encoders and transformer by flow matching
+    python scripts/train_tiny.py sd3        # the same with tiny_flux's autoencoder, and its T5 to start from
+    python scripts/train_tiny.py sana
     python scripts/train_tiny.py clip       # contrastively, against in-batch captions and one changed word each
     python scripts/train_tiny.py prompts
     python scripts/train_tiny.py check      # measure what is there
@@ -15,28 +17,34 @@ import math
 import random
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL, FluxPipeline
-from diffusers.models.activations import GELU
-from solrl_rewards import scenes
-from tiny_check import check_flux
+from diffusers import AutoencoderDC, AutoencoderKL
+from tiny_check import check
 from tiny_clip import train_clip
+from tiny_flows import Flow, FluxFlow, SanaFlow, SD3Flow
 from tiny_kernels import quick_arithmetic
-from tiny_models import TEXT_LENGTH, build_flux
+from tiny_models import build_flux, build_sana, build_sd3
 from tiny_prompts import write_prompts
-from tiny_steps import caption_ids, scene_batch, set_learning_rate, tidy_configs, warmup_hold_decay
+from tiny_steps import scene_batch, set_learning_rate, tidy_configs, warmup_hold_decay
 from torch import Tensor, nn
+from transformers import T5EncoderModel
 
 ASSETS = Path(__file__).parent.parent / "solrl" / "assets"
 CAPTION_DROP = 0.05
+FAMILIES: dict[str, tuple[Callable[[int], Any], type[Flow]]] = {
+    "flux": (build_flux, FluxFlow),
+    "sd3": (build_sd3, SD3Flow),
+    "sana": (build_sana, SanaFlow),
+}
 
 
-def train_vae(vae: AutoencoderKL, args: argparse.Namespace) -> None:
-    """`vae` reconstructs scenes, and its config's shift and scale standardize their latents."""
+def train_vae(vae: AutoencoderKL | AutoencoderDC, args: argparse.Namespace) -> None:
+    """`vae` reconstructs scenes, and its config's scale, and shift where it has one, standardize their latents."""
     rng = random.Random(args.seed)
     optimizer = torch.optim.AdamW([{"params": vae.parameters(), "peak_lr": 2e-3}], betas=(0.9, 0.99), weight_decay=0)
     vae.train()
@@ -45,9 +53,8 @@ def train_vae(vae: AutoencoderKL, args: argparse.Namespace) -> None:
         cosine = 0.5 + 0.5 * math.cos(math.pi * step / args.vae_steps)
         set_learning_rate([optimizer], min((step + 1) / 50, 1.0) * cosine + 0.005)
         images = scene_batch(rng, 32, single=0.4)[1] * 2 - 1
-        posterior = vae.encode(images).latent_dist
-        decoded = vae.decode(posterior.sample()).sample
-        loss = F.l1_loss(decoded, images) + F.mse_loss(decoded, images) + 1e-5 * posterior.kl().mean()
+        decoded, regularizer = reconstruct(vae, images)
+        loss = F.l1_loss(decoded, images) + F.mse_loss(decoded, images) + regularizer
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
@@ -58,19 +65,34 @@ def train_vae(vae: AutoencoderKL, args: argparse.Namespace) -> None:
                 f"vae {step} loss {loss.item():.4f} mse {error:.5f} {time.perf_counter() - started:.0f} s", flush=True
             )
     vae.eval().requires_grad_(False)
+    images = scene_batch(rng, 256, single=0.4)[1] * 2 - 1
     with torch.no_grad():
-        latents = vae.encode(scene_batch(rng, 256, single=0.4)[1] * 2 - 1).latent_dist.mean
-    vae.register_to_config(scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean()))
+        if isinstance(vae, AutoencoderDC):
+            latents = vae.encode(images).latent
+            vae.register_to_config(scaling_factor=float(1 / latents.square().mean().sqrt()))
+        else:
+            latents = vae.encode(images).latent_dist.mean
+            vae.register_to_config(scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean()))
+
+
+def reconstruct(vae: AutoencoderKL | AutoencoderDC, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Images in [-1, 1], encoded, jittered and decoded; and the price of latents far from a standard normal."""
+    if isinstance(vae, AutoencoderDC):
+        latents = vae.encode(images).latent
+        return vae.decode(latents + 0.1 * torch.randn_like(latents)).sample, 1e-4 * latents.square().mean()
+    posterior = vae.encode(images).latent_dist
+    return vae.decode(posterior.sample()).sample, 1e-5 * posterior.kl().mean()
 
 
 def flow_optimizers(modules: nn.ModuleDict, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the transformer's blocks, AdamW for everything else."""
+    """Muon for the matrices of the transformer's blocks, 1 x 1 convolutions included, AdamW for everything else."""
     hidden: list[nn.Parameter] = []
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
     for name, parameter in modules.named_parameters():
-        if args.optimizer == "muon" and parameter.ndim == 2 and "transformer_blocks" in name:
-            hidden.append(parameter)
+        is_matrix = parameter.ndim == 2 or parameter.shape[2:] == (1, 1)
+        if args.optimizer == "muon" and is_matrix and "transformer_blocks" in name:
+            hidden.append(parameter if parameter.ndim == 2 else matrix_of(parameter))
         else:
             (matrices if parameter.ndim > 1 else vectors).append(parameter)
     groups = [
@@ -84,52 +106,19 @@ def flow_optimizers(modules: nn.ModuleDict, args: argparse.Namespace) -> list[to
     return optimizers
 
 
-class FluxFlow(nn.Module):
-    """The flow-matching loss of a FluxPipeline's transformer and text encoders."""
+def matrix_of(convolution: nn.Parameter) -> nn.Parameter:
+    """A matrix that shares a 1 x 1 convolution's memory and gets its gradient."""
+    matrix = nn.Parameter(convolution.detach().flatten(1))
 
-    def __init__(self, pipeline: FluxPipeline) -> None:
-        super().__init__()
-        self.trained = nn.ModuleDict(
-            {name: getattr(pipeline, name) for name in ("transformer", "text_encoder", "text_encoder_2")}
-        )
-        self.pipeline = (pipeline,)  # in a tuple: not a submodule, so that copies of it stay cheap
-        side = scenes.SIZE // 4
-        for module in self.trained.modules():
-            if isinstance(module, (nn.GELU, GELU)):
-                module.approximate = "none"  # within 5e-4 of the tanh form that inference uses, and three times as fast
-        self.image_ids = FluxPipeline._prepare_latent_image_ids(1, side, side, "cpu", torch.float32)
+    def share(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        matrix.grad = parameter.grad.flatten(1)
 
-    @torch.no_grad()
-    def encode(self, images: Tensor) -> Tensor:
-        """Standardized, packed latents of images in [0, 1]."""
-        vae = self.pipeline[0].vae
-        latents = vae.encode(images * 2 - 1).latent_dist.mean
-        latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
-        return FluxPipeline._pack_latents(latents, *latents.shape)  # [B, 64, 16]
-
-    def loss(self, captions: Sequence[str], clean: Tensor, generator: torch.Generator) -> Tensor:
-        """Mean squared error of the velocity at logit-normal noise levels."""
-        (pipeline,), batch = self.pipeline, len(captions)
-        noise = torch.randn(clean.shape, generator=generator)
-        sigma = torch.sigmoid(torch.randn(batch, generator=generator) + 0.2)
-        noised = clean.lerp(noise, sigma[:, None, None])
-        with torch.autocast("cpu", torch.bfloat16):
-            velocity = self.trained["transformer"](
-                hidden_states=noised,
-                timestep=sigma,
-                guidance=torch.ones(batch),
-                pooled_projections=self.trained["text_encoder"](
-                    caption_ids(pipeline.tokenizer, captions)
-                ).pooler_output,
-                encoder_hidden_states=self.trained["text_encoder_2"](caption_ids(pipeline.tokenizer_2, captions))[0],
-                txt_ids=torch.zeros(TEXT_LENGTH, 3),
-                img_ids=self.image_ids,
-                return_dict=False,
-            )[0]
-        return F.mse_loss(velocity.float(), noise - clean)
+    convolution.register_post_accumulate_grad_hook(share)
+    return matrix
 
 
-def encoded_scenes(flow: FluxFlow, rng: random.Random, args: argparse.Namespace) -> tuple[list[str], Tensor]:
+def encoded_scenes(flow: Flow, rng: random.Random, args: argparse.Namespace) -> tuple[list[str], Tensor]:
     """`args.scenes` captions, and the latents of their images."""
     captions, latents = [], []
     for _ in range(args.scenes // args.batch_size):
@@ -139,7 +128,7 @@ def encoded_scenes(flow: FluxFlow, rng: random.Random, args: argparse.Namespace)
     return captions, torch.cat(latents)
 
 
-def train_flow(flow: FluxFlow, args: argparse.Namespace) -> None:
+def train_flow(flow: Flow, args: argparse.Namespace) -> None:
     """Trains `flow.trained`, saving its moving average in `args.out` every `save_every` steps and at the end."""
     rng, generator = random.Random(args.seed + 1), torch.Generator().manual_seed(args.seed + 1)
     flow.trained.train().requires_grad_(True)
@@ -160,7 +149,7 @@ def train_flow(flow: FluxFlow, args: argparse.Namespace) -> None:
         nn.utils.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
         for optimizer in optimizers:
             optimizer.step()
-            optimizer.zero_grad()
+        flow.trained.zero_grad()
         share = 1 - min(0.998, (step + 1) / (step + 10))
         for mean, parameter in zip(averaged, parameters, strict=True):
             mean.lerp_(parameter.detach(), share)
@@ -172,47 +161,56 @@ def train_flow(flow: FluxFlow, args: argparse.Namespace) -> None:
             save_pipeline(flow.pipeline[0], average, args.out)
 
 
-def save_pipeline(pipeline: FluxPipeline, average: nn.ModuleDict, out: Path) -> None:
+def save_pipeline(pipeline: Any, average: nn.ModuleDict, out: Path) -> None:
     """`out` holds the pipeline with the averaged modules, in bfloat16; it is replaced whole."""
     modules = {name: copy.deepcopy(module).to(torch.bfloat16) for name, module in average.items()}
     modules["vae"] = copy.deepcopy(pipeline.vae).to(torch.bfloat16)
     fresh = out.with_name(out.name + ".new")
-    FluxPipeline(**(pipeline.components | modules)).save_pretrained(fresh)
+    type(pipeline)(**(pipeline.components | modules)).save_pretrained(fresh)
     tidy_configs(fresh)
     if out.exists():
         shutil.rmtree(out)
     fresh.rename(out)
 
 
-def train_flux(args: argparse.Namespace) -> None:
-    """Trains the tiny FLUX pipeline and saves it in `args.out`."""
-    pipeline = build_flux(args.seed)
+def train_pipeline(args: argparse.Namespace) -> None:
+    """Trains the tiny pipeline of `args.family` and saves it in `args.out`."""
+    build, flow = FAMILIES[args.family]
+    pipeline = build(args.seed)
+    if args.text_encoder_3 is not None:
+        pipeline.register_modules(text_encoder_3=T5EncoderModel.from_pretrained(args.text_encoder_3))
     if args.vae is None:
-        torch.manual_seed(args.seed)  # the autoencoder samples its posterior from the global generator
+        torch.manual_seed(args.seed)  # the autoencoder draws from the global generator
         train_vae(pipeline.vae, args)
         pipeline.vae.save_pretrained(args.out.with_name(args.out.name + "_vae"))
     else:
-        pipeline.register_modules(vae=AutoencoderKL.from_pretrained(args.vae).requires_grad_(False))
+        pipeline.register_modules(vae=type(pipeline.vae).from_pretrained(args.vae).requires_grad_(False))
     with quick_arithmetic():
-        train_flow(FluxFlow(pipeline), args)
+        train_flow(flow(pipeline), args)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    flux = commands.add_parser("flux", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    flux.set_defaults(run=train_flux)
-    flux.add_argument("--out", type=Path, default=ASSETS / "tiny_flux", help="folder to write")
-    flux.add_argument("--steps", type=int, default=3300, help="flow-matching steps")
-    flux.add_argument("--vae-steps", type=int, default=500, help="autoencoder steps")
-    flux.add_argument("--vae", type=Path, help="folder of a trained autoencoder to use instead")
-    flux.add_argument("--batch-size", type=int, default=64, help="scenes in a step")
-    flux.add_argument("--single", type=float, default=0.5, help="share of scenes with one object")
-    flux.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="for the matrices of the blocks")
-    flux.add_argument("--lr", type=float, default=1.5e-3, help="peak learning rate of AdamW")
-    flux.add_argument("--muon-lr", type=float, default=2e-3, help="peak learning rate of Muon, on AdamW's scale")
-    flux.add_argument("--scenes", type=int, default=24576, help="scenes drawn and encoded beforehand")
-    flux.add_argument("--save-every", type=int, default=500, help="steps between saves")
+    trained = []
+    for family in FAMILIES:
+        train = commands.add_parser(family, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        train.set_defaults(run=train_pipeline, family=family, vae=None, text_encoder_3=None)
+        train.add_argument("--out", type=Path, default=ASSETS / f"tiny_{family}", help="folder to write")
+        train.add_argument("--steps", type=int, default=3300, help="flow-matching steps")
+        train.add_argument("--vae-steps", type=int, default=500, help="autoencoder steps")
+        train.add_argument("--vae", type=Path, help="folder of a trained autoencoder to use instead")
+        train.add_argument("--batch-size", type=int, default=64, help="scenes in a step")
+        train.add_argument("--single", type=float, default=0.5, help="share of scenes with one object")
+        train.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="for the blocks' matrices")
+        train.add_argument("--lr", type=float, default=1.5e-3, help="peak learning rate of AdamW")
+        train.add_argument("--muon-lr", type=float, default=2e-3, help="peak learning rate of Muon, on AdamW's scale")
+        train.add_argument("--scenes", type=int, default=24576, help="scenes drawn and encoded beforehand")
+        train.add_argument("--save-every", type=int, default=500, help="steps between saves")
+        trained.append(train)
+    sd3 = trained[1]
+    sd3.add_argument("--text-encoder-3", type=Path, help="folder of a trained T5 to start from")
+    sd3.set_defaults(vae=ASSETS / "tiny_flux" / "vae", text_encoder_3=ASSETS / "tiny_flux" / "text_encoder_2")
     clip = commands.add_parser("clip", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     clip.set_defaults(run=train_clip)
     clip.add_argument("--out", type=Path, default=ASSETS / "tiny_clip", help="folder to write")
@@ -225,15 +223,15 @@ def parse_arguments() -> argparse.Namespace:
     prompts.add_argument("--train", type=int, default=1024, help="training prompts, with two objects")
     prompts.add_argument("--heldout", type=int, default=64, help="held-out prompts, with two objects")
     prompts.add_argument("--single", type=int, default=64, help="prompts with one object")
-    check = commands.add_parser("check", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    check.set_defaults(run=check_flux)
-    check.add_argument("--model", type=Path, default=ASSETS / "tiny_flux", help="pipeline folder")
-    check.add_argument("--clip", type=Path, default=ASSETS / "tiny_clip", help="CLIP folder")
-    check.add_argument("--prompts", type=Path, default=ASSETS / "prompts", help="folder of the prompt files")
-    check.add_argument("--images", type=int, default=512, help="images a prompt file")
-    check.add_argument("--num-steps", type=int, nargs="+", default=[6, 10], help="sampling steps")
-    check.add_argument("--grid", type=Path, default=Path("tiny_flux.png"), help="picture to write")
-    for command in (flux, clip, prompts, check):
+    measure = commands.add_parser("check", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    measure.set_defaults(run=check)
+    measure.add_argument("--model", type=Path, default=ASSETS / "tiny_flux", help="pipeline folder")
+    measure.add_argument("--clip", type=Path, default=ASSETS / "tiny_clip", help="CLIP folder")
+    measure.add_argument("--prompts", type=Path, default=ASSETS / "prompts", help="folder of the prompt files")
+    measure.add_argument("--images", type=int, default=512, help="images a prompt file")
+    measure.add_argument("--num-steps", type=int, nargs="+", default=[6, 10], help="sampling steps")
+    measure.add_argument("--grid", type=Path, default=Path("samples.png"), help="picture to write")
+    for command in (*trained, clip, prompts, measure):
         command.add_argument("--seed", type=int, default=1, help="of all randomness")
         command.add_argument("--threads", type=int, default=1, help="CPU threads")
     return parser.parse_args()
