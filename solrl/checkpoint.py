@@ -373,9 +373,10 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _continued(before: dict[str, Any], now: dict[str, Any], warn: Warn) -> dict[str, Any]:
     """The current environment; earlier ones of the same run that differ are kept under "earlier"."""
     earlier = before.pop("earlier", [])
-    if before == now:
+    # what was measured differs a little from start to start
+    changed = [key for key in now if now[key] != before.get(key) and key != "proof"]
+    if not changed:
         return {**now, "earlier": earlier} if earlier else now
-    changed = [key for key in now if now[key] != before.get(key)]
     warn(f"the environment changed since the run began ({', '.join(changed)}): results may differ in their last bits")
     return {**now, "earlier": [*earlier, before]}
 

@@ -44,6 +44,15 @@ class World:
                 tensor.copy_(there)
         return tensor
 
+    def max_(self, tensor: Tensor) -> Tensor:
+        """Replace ``tensor`` by its elementwise maximum over all ranks, on whatever device it lives, and return it."""
+        if self.size > 1:
+            there = tensor if self.device.type == "cpu" else tensor.to(self.device)
+            dist.all_reduce(there, dist.ReduceOp.MAX)
+            if there is not tensor:
+                tensor.copy_(there)
+        return tensor
+
     def broadcast_(self, tensor: Tensor) -> Tensor:
         """Replace ``tensor`` by rank 0's and return it."""
         if self.size > 1:

@@ -44,6 +44,8 @@ MEANINGS = {
     "health/old_rollout_error": "squared velocity distance of old_policy's merged weights and its adapter: rounding",
     "health/policy_change": "largest change of an adapter weight in the step",
     "health/synced_bytes": "bytes of explorer and rollout weights changed by the sync",
+    "health/clipped_blocks": "share of the explorer's input blocks above their static scale (audit steps)",
+    "health/subnormal_scales": "share of the explorer's input blocks whose own scale lost precision (audit steps)",
 }
 """What the metrics of update and health say, for people."""
 

@@ -41,7 +41,7 @@ class Recorder:
         self._base = fingerprint(session.policy.transformer)
         self._folder: RunFolder | None = None
         if self.is_main:
-            facts = environment(self.world.device, session.precision_line)
+            facts = environment(self.world.device, session.precision_line) | {"proof": session.proof}
             opener = RunFolder.resume if resume else RunFolder.create
             self._folder = opener(self.config.output.dir, self.config, facts)
         self.world.barrier()
@@ -93,7 +93,13 @@ class Recorder:
         facts = self._facts(step, record)
         health = check(facts, self.tracking.history, max_missing_share=self.config.reward.max_missing_share)
         metrics = (
-            {"step": step} | _reward_metrics(record) | _fidelity(record) | record.metrics | clock.metrics() | health
+            {"step": step}
+            | _reward_metrics(record)
+            | _fidelity(record)
+            | record.metrics
+            | record.scales
+            | clock.metrics()
+            | health
         )
         due = self._is_due(step)
         if due:

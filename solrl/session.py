@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from solrl.clock import Stopwatch
-from solrl.compute import compile_, compile_mode, eagerly, repeated_blocks, use_cache_folder
+from solrl.compute import compile_, compile_mode, drawing, eagerly, repeated_blocks, use_cache_folder
 from solrl.config import Config, StageConfig
 from solrl.distributed import World
 from solrl.groups import Selection, candidate_seed
@@ -21,7 +21,9 @@ from solrl.learner import Learner
 from solrl.models.base import load_policy, lora_state, quiet_loading
 from solrl.models.decoder import decode_slice, load_tiny_decoder, use_fast_layout_, with_decoder
 from solrl.prompts import load_prompt_lists
-from solrl.quant.backends import choose_backend
+from solrl.quant.backends import choose_backend, describe
+from solrl.quant.bounds import measure_work, speed_bounds
+from solrl.quant.proof import check_products, profile
 from solrl.quant.trees import RolloutTrees, SyncReport
 from solrl.rollout import rollout, score
 from solrl.types import Conditioning, LoraPair, Policy, Reward, Scores, Seeds, UsageError
@@ -39,6 +41,7 @@ class StepRecord:
     audits: dict[int, Scores]  # group -> [1, N] rewards of a group regenerated whole
     metrics: dict[str, float]  # of the update; empty where no group was left
     synced: SyncReport
+    scales: dict[str, float]  # on audit steps, how well the static activation scales fit
 
 
 @dataclass
@@ -59,6 +62,7 @@ class Session:
     heldout_prompts: list[str]
     precision: str
     precision_line: str
+    proof: dict[str, Any]
     compile_mode: str
 
     def regions(self) -> list[nn.Module]:
@@ -92,21 +96,72 @@ class Session:
 
     def calibrate(self) -> None:
         """Measure the explorer's static activation scales on fixed prompts and seeds, the same on every rank."""
-        alone = World(0, 1, self.world.device)
-        settings, explore = self.config, self.config.explore
         with self.trees.calibration(), eagerly():
-            for number in range(explore.calibration_batches):
-                first = number * settings.batch.rollout
-                prompts = [
-                    self.train_prompts[(first + i) % len(self.train_prompts)] for i in range(settings.batch.rollout)
-                ]
-                seeds = [[candidate_seed(settings.seed, 0, first + i, 0, "calibration")] for i in range(len(prompts))]
-                for _ in rollout(
-                    self.explorer, self.policy.encode(prompts), prompts, seeds, explore, batch=settings.batch,
-                    world=alone, clock=Stopwatch(alone.device), stop=self.stop, phase="calibrate",
-                ):  # fmt: skip
-                    pass
-        self.trees.set_activation_scales_()
+            for number in range(self.config.explore.calibration_batches):
+                self._explore_batch(number)
+        self.trees.set_activation_scales_(self.world.max_)
+
+    def recalibrate(self, step: int) -> None:
+        """At the end of a step: measure the static scales again, in place, where it is time."""
+        every = self.config.explore.recalibrate_every_steps
+        if every and step % every == 0 and self.trees.backend.number_format:
+            self.calibrate()
+
+    def audit_scales(self) -> dict[str, float]:
+        """Shares of the explorer's input blocks that its static scales clip, or whose own scale loses precision."""
+        with self.trees.audit() as counts, eagerly():
+            self._explore_batch(0)
+        blocks = sum(count.blocks for count in counts.values())
+        if not blocks:
+            return {}
+        return {
+            "health/clipped_blocks": sum(count.clipped for count in counts.values()) / blocks,
+            "health/subnormal_scales": sum(count.subnormal for count in counts.values()) / blocks,
+        }
+
+    def prove(self) -> dict[str, Any]:
+        """Prove what the explorer computes, for environment.json; on a GPU also by the kernels that ran."""
+        proof = self.trees.prove(lora_state(self.policy.transformer, "old"))
+        if proof is None:
+            return {}
+        found = proof.as_dict()
+        if self.world.device.type == "cuda":
+            self._explore_batch(0)  # compiles
+            expected = self.trees.num_products(calls=self.config.explore.num_steps)
+            found["gpu"] = check_products(profile(lambda: self._explore_batch(0)), expected)
+        return found
+
+    def describe(self) -> str:
+        """One line: the explorer's format, kernel, and the most that it can gain."""
+        backend, explore = self.trees.backend, self.config.explore
+        if backend.number_format is None:
+            return describe(backend, explore.num_steps)
+        policy, prompts = self.rollout_policy, self.train_prompts[:1]
+        conditioning = policy.encode(prompts)
+        latents = torch.zeros(1, *policy.latent_shape, device=policy.device)
+        images = policy.decode(latents)
+        with eagerly(), drawing(policy):
+            work = measure_work(
+                policy.transformer,
+                self.trees.plan,
+                velocity=lambda: policy.velocity(latents, torch.ones(1, device=policy.device), conditioning),
+                decode=lambda: self.explorer.decode(latents),
+                score=lambda: self.reward(images, prompts),
+            )
+        bounds = speed_bounds(work, explore, self.config.regenerate)
+        return describe(backend, explore.num_steps, work.linear_share, bounds)
+
+    def _explore_batch(self, number: int) -> None:
+        """Draw one micro-batch of fixed prompts and seeds with the explorer; no signal stops it."""
+        alone, settings = World(0, 1, self.world.device), self.config
+        first = number * settings.batch.rollout
+        prompts = [self.train_prompts[(first + i) % len(self.train_prompts)] for i in range(settings.batch.rollout)]
+        seeds = [[candidate_seed(settings.seed, 0, first + i, 0, "calibration")] for i in range(len(prompts))]
+        for _ in rollout(
+            self.explorer, self.policy.encode(prompts), prompts, seeds, settings.explore, batch=settings.batch,
+            world=alone, clock=Stopwatch(alone.device), stop=lambda: None, phase="calibrate",
+        ):  # fmt: skip
+            pass
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a checkpoint holds."""
@@ -152,7 +207,8 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
         train_prompts=train_prompts,
         heldout_prompts=heldout_prompts,
         precision=backend.precision,
-        precision_line=backend.precision,
+        precision_line="",
+        proof={},
         compile_mode=compile_mode(config, world.device),
     )
     session.sync()
@@ -161,6 +217,8 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
     if session.compile_mode != "off":
         use_cache_folder(world.rank)
         compile_(session.regions(), session.compile_mode, deterministic=config.deterministic)
+    session.precision_line = session.describe()
+    session.proof = session.prove()
     return session
 
 

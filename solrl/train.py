@@ -74,12 +74,14 @@ def run_step(session: Session, step: int, clock: Stopwatch) -> StepRecord:
         assert proxy is not None
         rewards = restrict(proxy, selection)
     audits = audit(session, step, selection, conditioning, prompts, seeds, clock)
+    scales = session.audit_scales() if audits else {}
 
     with clock.phase("update"):
         metrics = update(session, rewards, kept_seeds, rows)
     with clock.phase("requantize"):
         synced = session.sync()
-    return StepRecord(prompts, seeds, proxy, selection, rewards, audits, metrics, synced)
+    session.recalibrate(step)
+    return StepRecord(prompts, seeds, proxy, selection, rewards, audits, metrics, synced, scales)
 
 
 def select(proxy: Scores | None, config: Config) -> Selection:

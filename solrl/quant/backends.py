@@ -14,6 +14,7 @@ import torch
 
 from solrl.config import ExploreConfig
 from solrl.errors import UsageError
+from solrl.quant.bounds import SPEEDS, Bounds
 from solrl.quant.emulated import EmulatedLinear
 from solrl.quant.fp8 import Fp8Linear, Fp8TensorLinear
 from solrl.quant.linear import QuantLinear, SharedInput
@@ -76,6 +77,25 @@ def choose_backend(explore: ExploreConfig, device: torch.device) -> Backend:
     if isinstance(fp8, str):
         return Backend("full", reason=f"no NVFP4 ({nvfp4}), no FP8 ({fp8})")
     return Backend("fp8", {"fp8": fp8}, reason=f"no NVFP4: {nvfp4}")
+
+
+def describe(backend: Backend, num_steps: int, linear_share: float = 0.0, bounds: Bounds | None = None) -> str:
+    """One line for the user: format, kernel, quantized share of the linear layers' work, bound of the gain, and why."""
+    why = f" (auto: {backend.reason})" if backend.reason else ""
+    if backend.number_format is None or bounds is None:
+        return f"full precision, {num_steps} steps{why}"
+    layer = backend.layers[backend.number_format]
+    share = f"{linear_share:.0%} of the linear layers' work"
+    if backend.precision == "emulated_nvfp4":
+        return (
+            f"emulated NVFP4 ({layer.kernel}), {num_steps} steps, {share}: FP4's numbers at up to 1.5 times the cost "
+            "of full precision; for studying fidelity, not for speed"
+        )
+    name, speed = backend.precision.upper(), SPEEDS[backend.number_format]
+    return (
+        f"{name} ({layer.kernel}), {num_steps} steps, {share}; if {name} products take 1/{speed:.0f} of the time, at "
+        f"most {bounds.step:.2f}x a step, {bounds.rollout:.2f}x explore + regenerate with decode and scoring{why}"
+    )
 
 
 def nvfp4_layer(device: torch.device, backend: str = "auto") -> type[QuantLinear] | str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +101,11 @@ class RolloutTrees:
             raise SolrlError("a weight of a rollout tree was replaced instead of filled in place; build the trees anew")
         return SyncReport(len(changes), max(change for change, _ in changes), sum(count for _, count in changes))
 
+    def num_products(self, *, calls: int) -> dict[str, int]:
+        """Format -> products of matrices that ``calls`` forwards of the explorer make in it."""
+        layers = [layer.number_format for layer in self.quant_layers().values()]
+        return {name: calls * layers.count(name) for name in sorted(set(layers))}
+
     @torch.no_grad()
     def prove(self, adapters: Mapping[str, LoraPair]) -> Proof | None:
         """Prove that each quantized layer holds the weight that ``adapters`` give it and computes in its format.
@@ -127,10 +132,15 @@ class RolloutTrees:
             for layer in layers.values():
                 layer.stop_observing()
 
-    def set_activation_scales_(self) -> None:
-        """Fix each layer's activation amax: what calibration saw, times HEADROOM, rounded up to a power of two."""
-        for name, layer in self._calibrated_layers().items():
-            seen = 0.0 if layer.observed is None else float(layer.observed)
+    def set_activation_scales_(self, over_ranks: Callable[[Tensor], Tensor] = lambda seen: seen) -> None:
+        """Fix each layer's activation amax: what calibration saw, times HEADROOM, rounded up to a power of two.
+
+        ``over_ranks`` turns what this rank saw, [layers], into the maximum over all ranks.
+        """
+        layers = self._calibrated_layers()
+        largest = [torch.zeros(()) if layer.observed is None else layer.observed.cpu() for layer in layers.values()]
+        everywhere = over_ranks(torch.stack(largest)).tolist() if largest else []
+        for (name, layer), seen in zip(layers.items(), everywhere, strict=True):
             if not 0 < seen < math.inf:
                 raise SolrlError(
                     f"{name} saw no usable input in calibration (largest magnitude {seen}); raise "
