@@ -14,6 +14,8 @@ BENCHMARKS = {
     "extreme_value": "the reward range that survives cheap exploration, beside the bound of the paper's Appendix A",
     "host_overhead": "noise, copies, preprocessing, selection, ledger, images at the real geometry, without a model",
     "step_overhead": "the share of a training step that is not velocity, decode, scoring or backward",
+    "iteration_breakdown": "seconds by phase of naive scaling, plain NFT and two stages, beside the paper's Table 5",
+    "update_speed": "forwards, backward and reduction of an update: eager, compiled, v_old from merged weights",
     "learning_curve": "held-out rewards of finished runs, before and after, and the curve between",
     "explorer_formats": "held-out reward after training with explorers of several number formats, several seeds each",
     "emulation_cost": "what emulating NVFP4 costs, against full precision",
@@ -41,7 +43,7 @@ def _run(name: str, words: list[str]) -> int:
 
 
 def _overview() -> str:
-    lines = [f"  {name:17} {line}" for name, line in BENCHMARKS.items()]
+    lines = [f"  {name:19} {line}" for name, line in BENCHMARKS.items()]
     return "\n".join(["usage: python -m benchmarks NAME [options]   (NAME --help lists them)", "", *lines])
 
 

@@ -32,7 +32,8 @@ TARGET = 0.02
 class Meter:
     """Seconds by name; the time of a timed function does not count for the timed function that called it."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
         self.seconds: dict[str, float] = defaultdict(float)
         self.synchronize: Callable[[], None] | None = None
         self._inner: list[float] = []
@@ -42,7 +43,7 @@ class Meter:
 
         @functools.wraps(function)
         def run(*arguments: Any, **named: Any) -> Any:
-            begin = time.perf_counter()
+            begin = self.clock()
             self._inner.append(0.0)
             try:
                 result = function(*arguments, **named)
@@ -50,7 +51,7 @@ class Meter:
                     self.synchronize()
                 return result
             finally:
-                spent = time.perf_counter() - begin
+                spent = self.clock() - begin
                 self.seconds[name] += spent - self._inner.pop()
                 if self._inner:
                     self._inner[-1] += spent

@@ -139,8 +139,8 @@ class Session:
         policy, prompts = self.rollout_policy, self.train_prompts[:1]
         conditioning = policy.encode(prompts)
         latents = torch.zeros(1, *policy.latent_shape, device=policy.device)
-        images = policy.decode(latents)
-        with eagerly(), drawing(policy):
+        with eagerly(), drawing(policy):  # one sample: not a shape to compile for
+            images = policy.decode(latents)
             work = measure_work(
                 policy.transformer,
                 self.trees.plan,
