@@ -77,7 +77,7 @@ def nvfp4_kernel(
     column = block[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
     source = x_ptr + first_row.to(tl.int64) * row_stride
     x = tl.load(source + row[:, None, None] * row_stride + column, mask=is_inside[:, :, None], other=0.0)
-    x = x.to(tl.float32)
+    x = _float32(x)
     bits = x.to(tl.int32, bitcast=True)
     largest = tl.max(bits & 0x7FFFFFFF, axis=2)
 
@@ -121,7 +121,7 @@ def fp8_rows_kernel(
     """One program quantizes one row, which it holds whole."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
-    x = tl.load(x_ptr + row * row_stride + column, mask=column < num_columns, other=0.0).to(tl.float32)
+    x = _float32(tl.load(x_ptr + row * row_stride + column, mask=column < num_columns, other=0.0))
     bits = x.to(tl.int32, bitcast=True)
     largest = tl.max(bits & 0x7FFFFFFF, axis=0)
     is_nan = largest >= 0x7F800000
@@ -131,6 +131,14 @@ def fp8_rows_kernel(
     tl.store(codes_ptr + row * num_columns + column, code.to(tl.uint8), mask=column < num_columns)
     nan = tl.full((), 0x7FC00000, tl.int32).to(tl.float32, bitcast=True)
     tl.store(scale_ptr + row, tl.where(is_nan, nan, scale))
+
+
+@triton.jit
+def _float32(x: tl.tensor) -> tl.tensor:
+    """Exactly x. bfloat16 is the upper half of a float32; the interpreter's conversion of subnormals is wrong."""
+    if x.dtype == tl.bfloat16:
+        x = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
 
 
 @triton.jit
