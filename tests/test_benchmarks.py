@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import extreme_value, host_overhead, ranking_fidelity
+from benchmarks import extreme_value, host_overhead, iteration_breakdown, ranking_fidelity
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.candidates import Candidates, Setting, draw
 from benchmarks.common import WIDTH, facts
@@ -269,3 +269,56 @@ def test_step_overhead_prints_shares(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "not the model, over a run" in text
     assert 0 < json.loads(out.read_text())["overhead_share"]["amortised"] < 1
     assert not (tmp_path / "unused").exists()
+
+
+def test_the_arms_of_the_iteration_breakdown_draw_what_their_names_say() -> None:
+    config = tiny_config(explore={"precision": "emulated_nvfp4"})
+    arms = iteration_breakdown.settings(config)
+    plain, naive, direct, ours = (arms[name] for name in ("plain NFT", "naive scaling", "quantized, one stage",
+                                                          "two stages"))  # fmt: skip
+    assert plain.pool_size == 4 and not plain.explore.enabled and plain.regenerate.enabled
+    for one_stage, precision in ((naive, "full"), (direct, "emulated_nvfp4")):
+        assert one_stage.pool_size == 6 and not one_stage.regenerate.enabled
+        assert one_stage.explore.precision == precision
+        assert (one_stage.explore.num_steps, one_stage.explore.solver) == (3, "euler") == (
+            config.regenerate.num_steps, config.regenerate.solver)  # fmt: skip
+    assert ours == config
+
+
+def test_the_iteration_breakdown_prints_shares_and_the_papers_speed_ups() -> None:
+    def arm(name: str, explore: float, regenerate: float) -> iteration_breakdown.Arm:
+        seconds = dict.fromkeys(iteration_breakdown.PHASES, 0.0) | {"explore": explore, "regenerate": regenerate}
+        return iteration_breakdown.Arm(name, name, seconds | {"update": 6.0, "decode": 1.0, "total": 16.0})
+
+    arms = [arm("naive scaling", 10.0, 0.0), arm("two stages", 3.0, 2.0)]
+    text = iteration_breakdown.report(tiny_config(), arms, 1, facts())
+    assert "10.00 ( 62 %)" in text and "6.00 ( 38 %)" in text
+    assert "2.00x" in text.split("here")[1].split("\n")[0]
+    rows = {
+        model: next(line for line in text.splitlines() if f"paper, {model}" in line) for model in ("FLUX.1", "SANA")
+    }
+    assert "2.33x" in rows["FLUX.1"] and "1.62x" in rows["FLUX.1"] and "53 %" in rows["FLUX.1"]
+    assert "1.41x" in rows["SANA"] and "1.25x" in rows["SANA"]
+    assert f"{6 * 3 / (6 * 2 + 4 * 3):.2f} times as fast" in text
+
+
+@pytest.mark.slow
+def test_step_breakdowns_run_and_leave_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from solrl.distributed import OrderFreeSum
+    from solrl.learner import Learner
+
+    config, out = tmp_path / "tiny.toml", tmp_path / "out.json"
+    save_config(tiny_config(tmp_path / "unused"), config)
+    before = Learner._frozen_velocities, OrderFreeSum.add, torch.Tensor.backward
+    assert main(["iteration_breakdown", "--config", str(config), "--steps", "1", "--json", str(out)]) == 0
+    arms = json.loads(out.read_text())["arms"]
+    assert set(arms) == {"plain NFT", "naive scaling", "two stages"}  # full precision: no quantized stage of its own
+    for arm in arms.values():
+        assert 0 < arm["seconds"]["decode"] < arm["seconds"]["explore"] + arm["seconds"]["regenerate"]
+        assert sum(arm["seconds"][phase] for phase in iteration_breakdown.PHASES) <= arm["seconds"]["total"]
+    assert main(["update_speed", "--config", str(config), "--eager", "--rounds", "1", "--json", str(out)]) == 0
+    rounds = json.loads(out.read_text())["rounds"]
+    assert rounds[0]["eager"]["error of merged old"] == 0 < rounds[0]["eager, merged old"]["error of merged old"]
+    assert all(arm["backward"] > 0 and arm["policy forward"] > 0 for arm in rounds[0].values())
+    assert before == (Learner._frozen_velocities, OrderFreeSum.add, torch.Tensor.backward)
+    assert "speed-up" in capsys.readouterr().out
