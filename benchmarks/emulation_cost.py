@@ -63,7 +63,7 @@ def load(path: str) -> tuple[RolloutTrees, Callable[[torch.nn.Module, int], obje
     cpu = torch.device("cpu")
     policy = FluxPolicy(ModelConfig(path=path, height=32, width=32, max_text_tokens=12), cpu)
     policy.requires_grad_(False).eval()
-    add_adapters(policy.transformer, LoraConfig(), run_seed=0)
+    add_adapters(policy.transformer, LoraConfig(targets=policy.lora_targets), run_seed=0)
     trees = RolloutTrees(policy.transformer, EMULATED)
     trees.requantize_(lora_state(policy.transformer, "old"))
     prompt = policy.encode(["a red circle left of a blue square"])

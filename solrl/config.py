@@ -23,9 +23,9 @@ class ModelConfig(Section):
     """The policy's weights."""
 
     family: str = "flux"
-    """Model family: flux (others come with their adapters), or a dotted path `package.module:PolicyClass`."""
+    """Model family: flux, sd3 (3.5 Medium and Large), sana, or a dotted path `package.module:PolicyClass`."""
     path: str = "tiny_flux"
-    """A local diffusers folder, a hub id, or the name of an embedded model (tiny_flux)."""
+    """A local diffusers folder, a hub id, or the name of an embedded model (tiny_flux, tiny_sd3, tiny_sana)."""
     revision: str | None = None
     """Hub revision; only for hub ids."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -35,9 +35,13 @@ class ModelConfig(Section):
     width: int = Field(512, gt=0, multiple_of=8)
     """Image width in pixels."""
     max_text_tokens: int = Field(128, gt=0)
-    """Text tokens kept per prompt (FLUX: T5)."""
+    """Text tokens kept per prompt (FLUX and SD3.5: T5's; SANA: Gemma's)."""
     guidance: float = Field(1.0, ge=0)
     """Value of the guidance embedding (FLUX.1-dev); 1.0 in rollout, loss and evaluation."""
+    cfg_scale: float = Field(1.0, ge=1)
+    """Classifier-free guidance against the empty prompt, in rollout, loss and evaluation; above 1 at twice the cost."""
+    init_lora: Path | None = None
+    """Folder of an exported LoRA to start from; the reference policy stays the model without it."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about 30 % more update time."""
 
@@ -49,8 +53,8 @@ class LoraConfig(Section):
     """Rank r of every adapted layer."""
     alpha: float = Field(64, gt=0)
     """Scale numerator: the adapter adds alpha / rank * B @ A."""
-    targets: tuple[str, ...] = Field(("to_q", "to_k", "to_v", "to_out.0"), min_length=1)
-    """Layer names or suffixes, as peft matches them."""
+    targets: tuple[str, ...] | None = Field(None, min_length=1)
+    """Layer names or suffixes, as peft matches them; unset: the family's attention layers, as in the paper."""
     dropout: float = Field(0.0, ge=0, le=0)
     """Always 0: with dropout the policy and its old copy would differ by chance."""
 

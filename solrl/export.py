@@ -7,7 +7,8 @@ is multiplied into lora_B, and the metadata says alpha == rank: every reader arr
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -17,14 +18,11 @@ from solrl.checkpoint import Checkpoint, best_checkpoint, list_checkpoints, newe
 from solrl.config import Config
 from solrl.errors import SolrlError
 from solrl.files import saving, write_atomic
-from solrl.models.base import ASSETS
+from solrl.models.base import ASSETS, WEIGHTS
 from solrl.settings import load_config
 from solrl.types import LoraPair
 
-WEIGHTS = "pytorch_lora_weights.safetensors"
-"""The file name that ``load_lora_weights`` looks for in a folder."""
-
-PIPELINES = {"flux": "FluxPipeline"}
+PIPELINES = {"flux": "FluxPipeline", "sd3": "StableDiffusion3Pipeline", "sana": "SanaPipeline"}
 """Model family -> diffusers class; others load through DiffusionPipeline, which reads the class from the folder."""
 
 
@@ -60,7 +58,7 @@ def export_lora(
     with saving(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_atomic(path, safetensors.torch.save(tensors, metadata))
-    card = model_card(config, step=step, weights=weights, num_layers=len(pairs), rewards=rewards or {})
+    card = model_card(config, step=step, weights=weights, layers=list(pairs), rewards=rewards or {})
     write_atomic(folder / "README.md", card.encode())
     return path
 
@@ -97,7 +95,7 @@ def _pick(run_dir: Path, step: int | Literal["best"] | None) -> Checkpoint:
     return checkpoint
 
 
-def model_card(config: Config, *, step: int, weights: str, num_layers: int, rewards: Mapping[str, float]) -> str:
+def model_card(config: Config, *, step: int, weights: str, layers: Sequence[str], rewards: Mapping[str, float]) -> str:
     """The README of an exported adapter: the exact call first, then how it was trained."""
     lora, train, explore, keep = config.lora, config.train, config.explore, config.regenerate
     measured = "".join(f"| {name} | {value:.4f} |\n" for name, value in rewards.items())
@@ -108,6 +106,8 @@ def model_card(config: Config, *, step: int, weights: str, num_layers: int, rewa
         if explore.enabled and keep.enabled
         else f"{config.train_stage.group_size} candidates a prompt drawn in {config.train_stage.num_steps} steps"
     )
+    kinds = sorted({re.sub(r"^\w+\.\d+\.", "", layer) for layer in layers})
+    guidance = f"guidance {config.model.guidance:g}, CFG {config.model.cfg_scale:g}"
     is_hub_id = not _is_embedded(config) and not Path(config.model.path).exists()
     base = f"base_model: {config.model.path}\n" if is_hub_id else ""
     return f"""---
@@ -122,10 +122,10 @@ tags: [text-to-image, lora, reinforcement-learning, solrl]
 
 alpha / rank is folded into the weights: load them at scale 1.
 
-- **Weights**: {weights}, after step {step}. Rank {lora.rank} on {num_layers} layers ({", ".join(lora.targets)}).
+- **Weights**: {weights}, after step {step}. Rank {lora.rank} on {len(layers)} layers ({", ".join(kinds)}).
 - **Method**: DiffusionNFT, {config.prompts.per_step} prompts a step; {two_stage}.
 - **Update**: AdamW, learning rate {train.learning_rate:g}, KL weight {train.kl_weight:g}, run seed {config.seed}.
-- **Evaluation**: {config.evaluate.num_steps} steps, {config.evaluate.solver}, guidance {config.model.guidance:g}.
+- **Evaluation**: {config.evaluate.num_steps} steps, {config.evaluate.solver}, {guidance}.
 {table}"""
 
 
@@ -133,7 +133,9 @@ def pipeline_call(config: Config) -> str:
     """The diffusers code that draws with the exported adapter as the run's evaluation does (with the Euler solver)."""
     model = config.model
     pipeline = PIPELINES.get(model.family, "DiffusionPipeline")
-    imports = ["import torch", f"from diffusers import {pipeline}"]
+    setup, arguments = _family_call(config)
+    names = [pipeline, *(["FlowMatchEulerDiscreteScheduler"] if setup else [])]
+    imports = ["import torch", f"from diffusers import {', '.join(sorted(names))}"]
     source, revision = f'"{model.path}"', f', revision="{model.revision}"' if model.revision else ""
     if _is_embedded(config):
         imports = ["from importlib.resources import files", "", *imports]
@@ -145,17 +147,34 @@ def pipeline_call(config: Config) -> str:
             "",
             f"pipe = {pipeline}.from_pretrained({source}{revision}, torch_dtype={dtype})",
             *([] if _is_embedded(config) else ['pipe.to("cuda")']),
+            *setup,
             'pipe.load_lora_weights("path/to/this/folder")',
             "image = pipe(",
             '    "a prompt",',
             f"    height={model.height},",
             f"    width={model.width},",
             f"    num_inference_steps={config.evaluate.num_steps},",
-            f"    guidance_scale={model.guidance},",
             f"    max_sequence_length={model.max_text_tokens},",
+            *(f"    {argument}," for argument in arguments),
             ").images[0]",
         ]
     )
+
+
+def _family_call(config: Config) -> tuple[list[str], list[str]]:
+    """(lines before the call, further arguments): what a family's pipeline must be told to draw as our policy does."""
+    model, num_steps = config.model, config.evaluate.num_steps
+    if model.family in ("sd3", "sana"):
+        arguments = [f"guidance_scale={model.cfg_scale}"]
+    else:
+        arguments = [f"guidance_scale={model.guidance}"]
+        if model.cfg_scale > 1:
+            arguments += ['negative_prompt=""', f"true_cfg_scale={model.cfg_scale}"]
+    if model.family != "sana":
+        return [], arguments
+    arguments += ["complex_human_instruction=None", "use_resolution_binning=False"]
+    arguments += [f"sigmas=torch.linspace(1, 0, {num_steps + 1}).bfloat16()[:-1].tolist()"]
+    return ["pipe.scheduler = FlowMatchEulerDiscreteScheduler()"], arguments
 
 
 def _is_embedded(config: Config) -> bool:

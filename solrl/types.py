@@ -50,6 +50,8 @@ class Policy(nn.Module, ABC):
     """
 
     transformer: nn.Module
+    lora_targets: tuple[str, ...] = ()
+    """What is adapted where `lora.targets` is unset, as peft matches names."""
     latent_shape: tuple[int, ...]
     """Shape of one sample's latents as the transformer takes them, without the batch dimension."""
     vae: Any

@@ -253,7 +253,7 @@ class Notebook(GeneralTracker):
 def test_trackers_get_settings_and_every_step_on_rank_0_alone(tmp_path, monkeypatch):
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "notebook", Notebook)
     monkeypatch.setattr(Notebook, "seen", [])
-    settings = config(tmp_path, output={"trackers": ["notebook"]}, lora={"rank": 4})
+    settings = config(tmp_path, output={"trackers": ["notebook"]}, lora={"rank": 4, "targets": ["to_q"]})
     for is_main in (False, True):
         with Tracking(settings, is_main=is_main, stream=io.StringIO()) as tracking:
             tracking.log({"step": 1, "reward/mean": 0.5})

@@ -1,4 +1,4 @@
-"""What all model families share: loading, adapters, decoding in slices.
+"""What all model families share: loading, guidance, adapters, decoding.
 
 Every policy's transformer carries two peft adapters of the same shape: "default" is the policy, "old" is old_policy,
 which every rollout is drawn from. With adapters off it is the reference policy.
@@ -6,35 +6,106 @@ which every rollout is drawn from. With adapters off it is the reference policy.
 
 from __future__ import annotations
 
+import copy
 import importlib
+import json
 import math
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from solrl.config import Config, LoraConfig, ModelConfig
 from solrl.groups import candidate_seed, noise
-from solrl.types import LoraPair, Policy, SolrlError, UsageError
+from solrl.types import Conditioning, LoraPair, Policy, SolrlError, UsageError
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
-FAMILIES = {"flux": "solrl.models.flux:FluxPolicy"}
+FAMILIES = {
+    "flux": "solrl.models.flux:FluxPolicy",
+    "sd3": "solrl.models.sd3:SD3Policy",
+    "sana": "solrl.models.sana:SanaPolicy",
+}
+WEIGHTS = "pytorch_lora_weights.safetensors"
+"""The file name that ``load_lora_weights`` looks for in a folder."""
+
+
+class DiffusersPolicy(Policy):
+    """A diffusers pipeline's transformer, encoders and decoder as a policy; a family adds its differences.
+
+    With ``model.cfg_scale`` s > 1 there is classifier-free guidance wherever a velocity is asked for, in rollout, loss
+    and evaluation alike: v(no prompt) + s (v(prompt) - v(no prompt)), from one call of twice the batch.
+    """
+
+    pipeline_class: Any
+    """The diffusers class the folder must hold."""
+    packing: int = 1
+    """Latent pixels along a side that become one pixel of what the transformer takes."""
+
+    def __init__(self, model: ModelConfig, device: torch.device) -> None:
+        super().__init__()
+        self.model = model
+        self.pipeline: Any = load_pipeline(self.pipeline_class, model, device)
+        for name, part in self.pipeline.components.items():
+            if isinstance(part, nn.Module):
+                self.add_module(name, part)
+        architecture, factor = self.pipeline.transformer.config, self.pipeline.vae_scale_factor
+        pixels = factor * self.packing * architecture.patch_size
+        if model.height % pixels or model.width % pixels:
+            raise SolrlError(f"model.height and model.width must be multiples of {pixels} for {model.path}")
+        self.latent_shape = (architecture.in_channels, model.height // factor, model.width // factor)
+        self.without_prompt = self.encode([""]) if model.cfg_scale > 1 else None
+
+    @abstractmethod
+    def predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        """The transformer's own velocity, float32, without classifier-free guidance."""
+
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        """See Policy."""
+        if self.without_prompt is None:
+            return self.predict(latents, sigma, conditioning)
+        both = _repeated_before(self.without_prompt, conditioning)
+        predicted = self.predict(torch.cat([latents, latents]), torch.cat([sigma, sigma]), both)
+        without_prompt, with_prompt = predicted.chunk(2)
+        return without_prompt + self.model.cfg_scale * (with_prompt - without_prompt)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """See Policy."""
+        return decode_latents(self.vae, latents)
+
+    def sibling(self, transformer: nn.Module) -> Self:
+        """See Policy."""
+        twin = copy.copy(self)
+        twin._modules = self._modules | {"transformer": transformer}  # a plain copy would share the dict
+        return twin
+
+
+def _repeated_before(one: Conditioning, many: Conditioning) -> Conditioning:
+    """The single row ``one``, once for each row of ``many``, and then ``many``."""
+    pairs = ((one.embeds, many.embeds), (one.pooled, many.pooled), (one.mask, many.mask))
+    joined = [None if a is None or b is None else torch.cat([a.expand_as(b), b]) for a, b in pairs]
+    return Conditioning(*joined)  # type: ignore[arg-type]
 
 
 def load_policy(config: Config, device: torch.device) -> Policy:
     """The policy a config names, on ``device``: frozen weights, equal adapters "default" (active) and "old".
 
-    A layer's initial adapter is A ~ N(0, 1/rank) and B = 0, drawn from the run seed.
+    A layer's initial adapter is A ~ N(0, 1/rank) and B = 0, drawn from the run seed, or what ``model.init_lora`` holds.
     """
-    policy = _family(config.model.family)(config.model, device)
+    policy: Policy = _family(config.model.family)(config.model, device)
     policy.requires_grad_(False).eval()
-    add_adapters(policy.transformer, config.lora, config.seed)
+    lora = config.lora if config.lora.targets else config.lora.model_copy(update={"targets": policy.lora_targets})
+    add_adapters(policy.transformer, lora, config.seed)
+    if config.model.init_lora is not None:
+        start_adapters_from(policy.transformer, config.model.init_lora, lora)
     if config.model.gradient_checkpointing:
-        policy.transformer.enable_gradient_checkpointing()
+        transformer: Any = policy.transformer
+        transformer.enable_gradient_checkpointing()
     return policy
 
 
@@ -61,19 +132,23 @@ def model_source(model: ModelConfig) -> str:
 
 def load_pipeline(pipeline_class: Any, model: ModelConfig, device: torch.device) -> Any:
     """A diffusers pipeline of ``pipeline_class`` with its modules on ``device``; a SolrlError says what is missing."""
-    dtype = compute_dtype(model, device)
+    from safetensors import SafetensorError
+
     source = model_source(model)
     quiet_loading()
     try:
-        pipeline = pipeline_class.from_pretrained(source, revision=model.revision, dtype=dtype)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        hint = (
-            ""
-            if Path(source).is_dir()
-            else "; no such folder, so the hub was asked: check the name, its licence, hf auth login"
+        found = pipeline_class.load_config(source, revision=model.revision)["_class_name"]
+        if found == pipeline_class.__name__:
+            pipeline = pipeline_class.from_pretrained(
+                source, revision=model.revision, dtype=compute_dtype(model, device), use_safetensors=True
+            )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise SolrlError(f"model.path {model.path} cannot be loaded: {_why_not(error, model)}") from error
+    if found != pipeline_class.__name__:
+        raise UsageError(
+            f"model.path {model.path} holds a {found}, and model.family {model.family} needs a "
+            f"{pipeline_class.__name__}: {_family_of(found)}"
         )
-        raise SolrlError(f"model.path {model.path} cannot be loaded: {first}{hint}") from error
     for module in pipeline.components.values():
         if isinstance(module, nn.Module):
             module.to(device)
@@ -81,6 +156,38 @@ def load_pipeline(pipeline_class: Any, model: ModelConfig, device: torch.device)
                 # Memory-mapped weights lie at odd addresses, on which a CPU's kernels round differently.
                 parameter.data = parameter.data.clone()
     return pipeline
+
+
+def _family_of(pipeline_class: str) -> str:
+    """What to do about a folder of another class."""
+    classes = {"FluxPipeline": "flux", "StableDiffusion3Pipeline": "sd3", "SanaPipeline": "sana"}
+    if pipeline_class in classes:
+        return f"set model.family = {classes[pipeline_class]}"
+    return f"no family takes a {pipeline_class}; known are {', '.join(classes)}"
+
+
+def _why_not(error: BaseException, model: ModelConfig) -> str:
+    """Why loading failed and what to do, in one line: the first cause that is known, else the error's first line."""
+    from huggingface_hub import errors as hub
+    from safetensors import SafetensorError
+
+    name, absent = model.path, f"there is no folder {model.path}, and"
+    known: dict[type[BaseException], str] = {
+        hub.GatedRepoError: f"the hub asks for consent: accept the licence at hf.co/{name}, then run `hf auth login`",
+        hub.RevisionNotFoundError: f"it has no revision {model.revision}: check model.revision",
+        hub.RepositoryNotFoundError: f"{absent} the hub shows no such model: check the name, or run `hf auth login`",
+        hub.HFValidationError: f"{absent} it is no hub id: check the path",
+        hub.LocalEntryNotFoundError: f"{absent} it is not in the cache, and the hub is out of reach or HF_HUB_OFFLINE "
+        f"is set: run `hf download {name}` where there is a network",
+        SafetensorError: "a weights file is damaged: copy or download it again",
+    }
+    cause: BaseException | None = error
+    while cause is not None:
+        for kind, text in known.items():
+            if isinstance(cause, kind):
+                return text
+        cause = cause.__cause__ or cause.__context__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def quiet_loading() -> None:
@@ -105,6 +212,8 @@ def add_adapters(transformer: Any, lora: LoraConfig, run_seed: int) -> None:
 
     # Two adapters on one model are what is wanted here; peft warns about them.
     warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute", category=UserWarning)
+    if not lora.targets:
+        raise UsageError("lora.targets is unset, and this model's family has no default: name the layers to adapt")
     settings = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets))
     for name in ("default", "old"):
         try:
@@ -120,6 +229,43 @@ def add_adapters(transformer: Any, lora: LoraConfig, run_seed: int) -> None:
             pair.b.zero_()
     for layer in _adapter_layers(transformer).values():
         layer.set_adapter("default")
+
+
+@torch.no_grad()
+def start_adapters_from(transformer: nn.Module, folder: Path, lora: LoraConfig) -> None:
+    """Both adapters are the one exported to ``folder``; raises UsageError unless it fits ``lora`` exactly.
+
+    As in diffusers, a file's scale is alpha / rank of its metadata, and 1 without them.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+            made = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise UsageError(f"model.init_lora: {folder / WEIGHTS} cannot be read: {error}") from error
+    if made.get("transformer.rank_pattern") or made.get("transformer.alpha_pattern"):
+        raise UsageError(f"model.init_lora: {folder} has ranks or scales that differ between layers")
+    alpha, rank = made.get("transformer.lora_alpha"), made.get("transformer.r")
+    scale = alpha / rank if alpha and rank else 1.0
+    adapters = [lora_state(transformer, name) for name in ("default", "old")]
+    wanted = {f"transformer.{layer}.lora_{half}.weight" for layer in adapters[0] for half in "AB"}
+    if wanted != set(tensors):
+        odd = sorted(wanted ^ set(tensors))
+        raise UsageError(
+            f"model.init_lora: {folder} adapts other layers than this run ({len(odd)} differ, first {odd[0]}): set "
+            "lora.targets to the layers it was trained with"
+        )
+    for pairs in adapters:
+        for layer, pair in pairs.items():
+            a, b = (tensors[f"transformer.{layer}.lora_{half}.weight"] for half in "AB")
+            if a.shape != pair.a.shape or b.shape != pair.b.shape:
+                raise UsageError(
+                    f"model.init_lora: {folder} has rank {len(a)}, lora.rank is {lora.rank}: make them equal"
+                )
+            pair.a.copy_(a)
+            pair.b.copy_(b * (scale / pair.scale))
 
 
 def lora_state(transformer: nn.Module, name: str) -> dict[str, LoraPair]:
@@ -164,6 +310,6 @@ def _adapter_layers(transformer: nn.Module) -> dict[str, Any]:
 
 def decode_latents(vae: Any, latents: Tensor) -> Tensor:
     """Scaled VAE latents [B, c, h, w] -> images [B, 3, H, W], float32 in [0, 1]."""
-    scaled = latents.to(vae.dtype) / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+    scaled = latents.to(vae.dtype) / vae.config.scaling_factor + (vae.config.get("shift_factor") or 0.0)
     image = vae.decode(scaled, return_dict=False)[0]
     return (image.float() / 2 + 0.5).clamp(0, 1)

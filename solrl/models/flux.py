@@ -3,44 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
 
 import torch
 from diffusers import FluxPipeline
-from torch import Tensor, nn
+from torch import Tensor
 
 from solrl.config import ModelConfig
 from solrl.flow import flux_sigmas, shifted_sigmas
-from solrl.models.base import decode_latents, load_pipeline
-from solrl.types import Conditioning, Policy, SolrlError
+from solrl.models.base import DiffusersPolicy
+from solrl.types import Conditioning, SolrlError
 
 
-class FluxPolicy(Policy):
-    """A FluxPipeline's transformer, encoders and decoder as a policy. Latents are [tokens, 4 channels]."""
+class FluxPolicy(DiffusersPolicy):
+    """A FluxPipeline as a policy. Latents are [tokens, 4 channels]."""
+
+    pipeline_class = FluxPipeline
+    packing = 2
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
 
     def __init__(self, model: ModelConfig, device: torch.device) -> None:
-        super().__init__()
-        pipeline = load_pipeline(FluxPipeline, model, device)
-        pixels = pipeline.vae_scale_factor * 2
-        if model.height % pixels or model.width % pixels:
-            raise SolrlError(f"model.height and model.width must be multiples of {pixels} for {model.path}")
-        if not pipeline.transformer.config.guidance_embeds:
+        super().__init__(model, device)
+        architecture = self.pipeline.transformer.config
+        if not architecture.guidance_embeds:
             raise SolrlError(f"{model.path} has no guidance embedding (step-distilled, as schnell): not trainable here")
-        self.model = model
-        self.pipeline: Any = pipeline
-        self.transformer = pipeline.transformer
-        self.vae, self.text_encoder, self.text_encoder_2 = pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2
-        self.rows, self.columns = model.height // pixels, model.width // pixels
-        self.latent_shape = (self.rows * self.columns, pipeline.transformer.config.in_channels)
-
-    def sibling(self, transformer: nn.Module) -> Self:
-        """See Policy."""
-        twin = type(self).__new__(type(self))
-        nn.Module.__init__(twin)
-        for name in ("model", "pipeline", "vae", "text_encoder", "text_encoder_2", "rows", "columns", "latent_shape"):
-            setattr(twin, name, getattr(self, name))
-        twin.transformer = transformer
-        return twin
+        self.rows, self.columns = (side // self.packing for side in self.latent_shape[1:])
+        self.latent_shape = (self.rows * self.columns, architecture.in_channels)
 
     def sigmas(self, num_steps: int) -> Tensor:
         """FLUX.1's dynamic shift by the number of tokens, or the static shift of the folder's scheduler."""
@@ -57,16 +44,14 @@ class FluxPolicy(Policy):
         )
         return Conditioning(embeds, pooled)
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """See Policy."""
+    def predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        """See DiffusersPolicy."""
         dtype = conditioning.embeds.dtype
-        guidance = torch.full_like(sigma, self.model.guidance, dtype=torch.float32)
-        assert conditioning.pooled is not None
         image_ids = FluxPipeline._prepare_latent_image_ids(1, self.rows, self.columns, latents.device, dtype)
         return self.transformer(
             hidden_states=latents.to(dtype),
             timestep=sigma.to(dtype),
-            guidance=guidance,
+            guidance=torch.full_like(sigma, self.model.guidance, dtype=torch.float32),
             pooled_projections=conditioning.pooled,
             encoder_hidden_states=conditioning.embeds,
             txt_ids=image_ids.new_zeros(conditioning.embeds.shape[1], 3),
@@ -77,7 +62,5 @@ class FluxPolicy(Policy):
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """See Policy."""
-        unpacked = FluxPipeline._unpack_latents(
-            latents, self.model.height, self.model.width, self.pipeline.vae_scale_factor
-        )
-        return decode_latents(self.vae, unpacked)
+        factor = self.pipeline.vae_scale_factor
+        return super().decode(FluxPipeline._unpack_latents(latents, self.model.height, self.model.width, factor))
