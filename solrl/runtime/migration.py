@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -84,8 +84,8 @@ class Outcome:
     moves: list[Move]
     waiting: list[Item]
     """What found no room, in the queue's order."""
-    num_jobs: dict[int, int] = field(default_factory=dict)
-    """Slot -> jobs on it."""
+    moved_tokens: float = 0.0
+    """Held by the running jobs that move: their state is computed again."""
 
 
 class Fleet:
@@ -225,7 +225,7 @@ def shift_down(limits: Limits, loads: Sequence[Load], waiting: Sequence[Item], d
     fleet = limits.fleet(_totals(staying))
     moves, taken = dispatch(fleet, queue, slots)
     moves = [Move(move.job, source.get(move.job), move.target) for move in moves]
-    return Outcome(fleet.total, moves, queue[taken:], dict(zip(slots, fleet.num, strict=True)))
+    return Outcome(fleet.total, moves, queue[taken:], sum(load.tokens for load in going))
 
 
 def shift_up(limits: Limits, loads: Sequence[Load], waiting: Sequence[Item], up: Sequence[int]) -> Outcome:
@@ -237,21 +237,26 @@ def shift_up(limits: Limits, loads: Sequence[Load], waiting: Sequence[Item], up:
     slots = [*(load.slot for load in loads), *up]
     fleet = limits.fleet([*_totals(loads), *((0, 0.0) for _ in up)])
     moves, taken = dispatch(fleet, waiting, slots, first=len(loads))
+    moved_tokens = 0.0
     left = list(waiting[taken:])
     if left:
         more, taken = dispatch(fleet, left, slots)
         moves, left = moves + more, left[taken:]
     elif limits.migrate:
         movable = [*(list(load.longest_first) for load in loads), *([] for _ in up)]
-        moves += _level(fleet, movable, slots, limits.max_moves)
-    return Outcome(fleet.total, moves, left, dict(zip(slots, fleet.num, strict=True)))
+        levelling, moved_tokens = _level(fleet, movable, slots, limits.max_moves)
+        moves += levelling
+    return Outcome(fleet.total, moves, left, moved_tokens)
 
 
 def _level(
     fleet: Fleet, movable: list[list[tuple[float, int]]], slots: Sequence[int], max_moves: int | None
-) -> list[Move]:
-    """Moves from the replica of the highest throughput, shortest job first; ``movable`` is by place, longest first."""
-    moves: list[Move] = []
+) -> tuple[list[Move], float]:
+    """(moves from the replica of the highest throughput, its shortest job first; tokens of the jobs that move).
+
+    ``movable`` is by place, longest first.
+    """
+    moves, moved_tokens = list[Move](), 0.0
     heap = [(-throughput, place) for place, throughput in enumerate(fleet.throughput) if throughput > 0]
     heapq.heapify(heap)
     while heap and (max_moves is None or len(moves) < max_moves):
@@ -265,10 +270,11 @@ def _level(
         movable[place].pop()
         fleet.remove(place, length)
         fleet.add(target, length)
+        moved_tokens += length
         moves.append(Move(job, slots[place], slots[target]))
         for end in (place, target):
             heapq.heappush(heap, (-fleet.throughput[end], end))
-    return moves
+    return moves, moved_tokens
 
 
 def _totals(loads: Iterable[Load]) -> list[tuple[int, float]]:

@@ -177,7 +177,8 @@ def growing_role(state: State) -> tuple[Working | None, dict[str, float], dict[W
     latencies: dict[str, float] = {}
     for name in (EXPLORE, SCORE):
         load = state.role(name)
-        throughputs[name] = load.limits.fleet((len(r), r.tokens) for r in load.replicas).total
+        total = load.limits.fleet((len(r), r.tokens) for r in load.replicas).total
+        throughputs[name] = total / load.rounds_per_job
         jobs = load.num_jobs
         latencies[name] = 0.0 if not jobs else jobs / throughputs[name] if throughputs[name] else INFINITY
     if not state.explore.num_jobs and not state.score.num_jobs:
@@ -224,10 +225,13 @@ def shift_pairs(state: State, role: Working, shift_s: float) -> tuple[ShiftPair,
         parts[where][0].add(slot)
         parts[where][1].update(donors)
         part_of.update(dict.fromkeys(parts[where][1], where))
-    model = giving.limits.model
-    lost = {load.slot: model.throughput(len(load), load.tokens) for load in giving.replicas}
+    model, unit, speed = giving.limits.model, giving.rounds_per_job, giving.spec.prefill_tokens_per_s
+    lost = {
+        load.slot: (shift_s + load.tokens / speed) * model.throughput(len(load), load.tokens) / unit
+        for load in giving.replicas
+    }
     pairs = [
-        ShiftPair(tuple(sorted(ups)), tuple(sorted(downs)), shift_s * sum(lost[slot] for slot in sorted(downs)))
+        ShiftPair(tuple(sorted(ups)), tuple(sorted(downs)), sum(lost[slot] for slot in sorted(downs)))
         for ups, downs in parts
         if ups
     ]
@@ -290,7 +294,13 @@ class _Weighing:
         up = Estimate(self.growing.limits, self.growing.replicas, self.growing.waiting)
         down = Estimate(self.giving.limits, self.giving.replicas, self.giving.waiting)
         found = [
-            replace(candidate, estimated=self._overall(up.up(candidate.num_up), down.down(candidate.down)))
+            replace(
+                candidate,
+                estimated=self._overall(
+                    up.up(candidate.num_up) / self.growing.rounds_per_job,
+                    down.down(candidate.down) / self.giving.rounds_per_job,
+                ),
+            )
             for candidate in candidates
         ]
         here = max(range(len(found)), key=lambda place: self._benefit(found[place].estimated or 0.0, found[place]))
@@ -311,12 +321,16 @@ class _Weighing:
         if candidate.throughput is not None:
             return candidate
         growing, giving = self.growing, self.giving
-        up = shift_up(growing.limits, growing.replicas, growing.waiting, candidate.up).throughput
+        up = shift_up(growing.limits, growing.replicas, growing.waiting, candidate.up)
         down = self.throughputs[other(self.role)]
         if candidate.down:
-            down = shift_down(giving.limits, giving.replicas, giving.waiting, candidate.down).throughput
-        throughput = self._overall(up, down)
-        return replace(candidate, throughput=throughput, benefit=self._benefit(throughput, candidate))
+            outcome = shift_down(giving.limits, giving.replicas, giving.waiting, candidate.down)
+            down = outcome.throughput / giving.rounds_per_job
+        rate = up.throughput / growing.rounds_per_job
+        again_s = up.moved_tokens / growing.spec.prefill_tokens_per_s / (len(growing.replicas) + len(candidate.up))
+        charged = replace(candidate, penalty=candidate.penalty + again_s * rate)
+        throughput = self._overall(rate, down)
+        return replace(charged, throughput=throughput, benefit=self._benefit(throughput, charged))
 
     def _benefit(self, throughput: float, candidate: Candidate) -> float:
         return self.settings.horizon_s * (throughput - self.current) - candidate.penalty

@@ -77,6 +77,8 @@ class RoleLoad:
     """Ascending slots."""
     waiting: Sequence[Item] = ()
     """In the queue's order."""
+    rounds_per_job: float = 1.0
+    """Rounds that a job of this role takes on average, where roles are compared in jobs a second and not in rounds."""
 
     @cached_property
     def num_jobs(self) -> int:
@@ -131,10 +133,10 @@ class Scheduler:
         """Predicted, of all replicas, as of their last report."""
         return self._fleet.total
 
-    def load(self) -> RoleLoad:
+    def load(self, rounds_per_job: float = 1.0) -> RoleLoad:
         """Everything about now, for the planner."""
         replicas = [replica.load() for replica in self.replicas.values()]
-        return RoleLoad(self.spec, self.limits, replicas, sorted(self._waiting))
+        return RoleLoad(self.spec, self.limits, replicas, sorted(self._waiting), rounds_per_job)
 
     def submit(self, job: int, length: float = 0.0, priority: float | None = None) -> None:
         """``job`` waits; ``dispatch`` places it."""

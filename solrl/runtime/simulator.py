@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 from solrl.errors import SolrlError
 from solrl.runtime.migration import Move
 from solrl.runtime.planner import ShiftPlan, State
+from solrl.runtime.progress import Progress, Task
 from solrl.runtime.roles import EXPLORE, SCORE, TRAIN, Cluster, Working
 from solrl.runtime.scheduler import Replica, Scheduler
 from solrl.runtime.throughput import Coefficients
@@ -127,8 +128,7 @@ class Simulation:
         self.shift_ended = -math.inf
         self.trained = 0
         """Batches trained; the policy's version."""
-        self.outstanding: dict[Working, int] = {EXPLORE: 0, SCORE: 0}
-        """Role -> jobs running and waiting."""
+        self.progress = Progress(setting, sample)
         self.result = Result(deployment.name, split=deployment.split)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._num_events = 0
@@ -136,15 +136,7 @@ class Simulation:
         self._touched: set[_Replica] = set()
         self._left: dict[Working, dict[int, float]] = {EXPLORE: {}, SCORE: {}}  # job -> rounds to go, of waiting ones
         self._end: dict[Working, dict[int, float]] = {EXPLORE: {}, SCORE: {}}  # job -> replica's round at which it ends
-        self._released = 0
-        self._in_pass: dict[int, int] = {}  # group * passes + pass -> jobs not scored
-        self._groups_left = [setting.batch.num_groups] * setting.batch.num_batches
-        self._groups_done = 0
         self._look = False
-        first, self._starts = 0, list[int]()
-        for one in setting.passes:
-            self._starts.append(first)
-            first += one.num_jobs
         for role in ROLES:
             self.schedulers[role].settle = partial(self._settle_slot, role)
 
@@ -153,12 +145,12 @@ class Simulation:
     @property
     def batch_ready(self) -> bool:
         """The next batch can be trained."""
-        batch = self.setting.batch
-        if self.trained >= batch.num_batches:
-            return False
-        if batch.membership == "first":
-            return self._groups_done >= (self.trained + 1) * batch.num_groups
-        return self._groups_left[self.trained] == 0
+        return self.progress.ready(self.trained)
+
+    @property
+    def outstanding(self) -> dict[Working, int]:
+        """Role -> jobs running and waiting."""
+        return self.progress.outstanding
 
     def gpus_of(self, role: Working) -> int:
         """GPUs that replicas of ``role`` have."""
@@ -169,10 +161,9 @@ class Simulation:
         for role in ROLES:
             for replica in self._replicas[role].values():
                 self._settle(replica)
-        return State(
-            self.cluster, self.schedulers[EXPLORE].load(), self.schedulers[SCORE].load(), self.training,
-            self.batch_ready, self.in_flight, self.t - self.shift_ended,
-        )  # fmt: skip
+        explore, score = (self.schedulers[role].load(self.setting.rounds_per_job(role)) for role in ROLES)
+        since = self.t - self.shift_ended
+        return State(self.cluster, explore, score, self.training, self.batch_ready, self.in_flight, since)
 
     def note(self, kind: str, **values: Any) -> None:
         """A line of the trace."""
@@ -189,7 +180,6 @@ class Simulation:
         strategy, num_batches = self.deployment.strategy, self.setting.batch.num_batches
         for role, slots in strategy.start(self).items():
             self._up(role, slots)
-        self._release()
         self._watch()
         if math.isfinite(strategy.period_s):
             self._at(strategy.period_s, self._tick)
@@ -202,7 +192,7 @@ class Simulation:
                 )
             self.t, _, action, values = heapq.heappop(self._events)
             action(*values)
-        self.result.seconds = self.t
+        self.result.seconds, self.result.rounds = self.t, self.progress.rounds
         return self.result
 
     def _tick(self) -> None:
@@ -270,13 +260,16 @@ class Simulation:
         scheduler = self.schedulers[replica.role]
         held = scheduler.replicas[replica.slot]
         self._touched.add(replica)
+        could_train = self.batch_ready
         while replica.ends and replica.ends[0][0] <= held.rounds + ROUNDING:
             end, job = heapq.heappop(replica.ends)
             if self._runs(replica.role, end, job, held):
                 item = scheduler.finish(replica.slot, job)
                 assert item is not None
                 del self._end[replica.role][job]
-                self._finished(replica.role, job, item.length)
+                self._submit(self.progress.finished(replica.role, job, item.length))
+        if not self.outstanding[replica.role] or self.batch_ready != could_train:
+            self._look = True
         self._after()
 
     def _runs(self, role: Working, end: float, job: int, held: Replica) -> bool:
@@ -325,64 +318,17 @@ class Simulation:
 
     # Work
 
-    def _release(self) -> None:
-        batch, deployment = self.setting.batch, self.deployment
-        while self._released < batch.num_batches and self._released <= self.trained + deployment.staleness:
-            if deployment.one_batch_at_a_time and (self.outstanding[EXPLORE] or self.outstanding[SCORE]):
-                return
-            for group in range(self._released * batch.num_groups, (self._released + 1) * batch.num_groups):
-                self._begin_pass(group, 0)
-            self._released += 1
-
-    def _begin_pass(self, group: int, number: int) -> None:
-        one = self.setting.passes[number]
-        self._in_pass[group * len(self._starts) + number] = one.num_jobs
-        first = group * self.setting.jobs_per_group + self._starts[number]
-        for job in range(first, first + one.num_jobs):
-            self._submit(EXPLORE, job, one.prompt_tokens, self.sample.explore[job])
-
-    def _submit(self, role: Working, job: int, length: float, rounds: float) -> None:
-        self._left[role][job] = rounds
-        self.outstanding[role] += 1
-        self.schedulers[role].submit(job, length)
-
-    def _pass_of(self, job: int) -> tuple[int, int]:
-        """(group, pass)."""
-        group, place = divmod(job, self.setting.jobs_per_group)
-        number = len(self._starts) - 1
-        while place < self._starts[number]:
-            number -= 1
-        return group, number
-
-    def _finished(self, role: Working, job: int, length: float) -> None:
-        self.outstanding[role] -= 1
-        group, number = self._pass_of(job)
-        one = self.setting.passes[number]
-        self.result.rounds += self.sample.explore[job] if role == EXPLORE else self.sample.score[job]
-        if role == EXPLORE and one.score is not None and self.sample.score[job] > 0:
-            start = one.score_prompt_tokens + (length if one.score_reads_answer else 0.0)
-            self._submit(SCORE, job, start, self.sample.score[job])
-        else:
-            self._scored(group, number)
-        if not self.outstanding[role]:
-            self._look = True
-
-    def _scored(self, group: int, number: int) -> None:
-        key = group * len(self._starts) + number
-        self._in_pass[key] -= 1
-        if self._in_pass[key]:
-            return
-        del self._in_pass[key]
-        if number + 1 < len(self._starts):
-            self._begin_pass(group, number + 1)
-            return
-        self._groups_done += 1
-        self._groups_left[group // self.setting.batch.num_groups] -= 1
-        self._look = self._look or self.batch_ready
+    def _submit(self, tasks: Iterable[Task]) -> None:
+        for task in tasks:
+            self._left[task.role][task.job] = task.rounds
+            self.schedulers[task.role].submit(task.job, task.length)
 
     def _after(self) -> None:
         """What follows from an event: new batches, placed jobs, training, a look by the strategy, timers."""
-        self._release()
+        deployment = self.deployment
+        self._submit(
+            self.progress.release(self.trained, deployment.staleness, one_at_a_time=deployment.one_batch_at_a_time)
+        )
         for role in ROLES:
             scheduler = self.schedulers[role]
             if scheduler.num_waiting and scheduler.replicas:
@@ -398,25 +344,11 @@ class Simulation:
 
     # Training and shifts
 
-    def train_seconds(self, batch: int) -> float:
-        """Time of the update of ``batch``."""
-        train, setting = self.setting.train, self.setting
-        size = setting.batch.num_groups * setting.passes[-1].num_jobs
-        gpu_s = train.gpu_s_per_job * size
-        if train.gpu_s_per_token:
-            per_group, last = setting.jobs_per_group, setting.passes[-1]
-            first = batch * setting.batch.num_groups
-            gpu_s += train.gpu_s_per_token * sum(
-                last.prompt_tokens + rounds
-                for group in range(first, first + setting.batch.num_groups)
-                for rounds in self.sample.explore[group * per_group + self._starts[-1] : (group + 1) * per_group]
-            )
-        return gpu_s / self.deployment.num_train_gpus + train.fixed_s
-
     def _train(self) -> None:
         self.training = "active"
         self.note("train", batch=self.trained)
-        self._at(self.t + self.train_seconds(self.trained), self._end_training)
+        seconds = self.progress.train_gpu_seconds(self.trained) / self.deployment.num_train_gpus
+        self._at(self.t + seconds + self.setting.train.fixed_s, self._end_training)
 
     def _end_training(self) -> None:
         self.training = "held"

@@ -8,6 +8,7 @@ pass (rollout, generative reward); Sol-RL's is two: many cheap candidates, then 
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,11 @@ class Lengths(Section):
     high: float = Field(1e9, gt=0)
     """Most."""
 
+    @property
+    def mean(self) -> float:
+        """Of the uncut law, and at most ``high``."""
+        return min(self.median * math.exp(self.sigma**2 / 2), self.high)
+
 
 class PassSettings(Section):
     """One pass of a group."""
@@ -153,6 +159,8 @@ class PlanSettings(Section):
     """Least relative gain."""
     pause_s: float = Field(1.0, ge=0)
     """Between shifts."""
+    unit: Literal["round", "job"] = "round"
+    """What throughputs of the two roles count: rounds (tokens, as the paper), or jobs, where rounds differ in kind."""
     period_s: float = Field(5.0, gt=0)
     """Between looks, besides events."""
 
@@ -206,6 +214,14 @@ class Setting(Section):
     def num_jobs(self) -> int:
         """Of all batches."""
         return self.batch.num_batches * self.batch.num_groups * self.jobs_per_group
+
+    def rounds_per_job(self, role: Working) -> float:
+        """Mean rounds of a job of ``role``, by the laws; 1 where the planner counts rounds."""
+        if self.planner.unit == "round":
+            return 1.0
+        laws = [(one.num_jobs, one.explore if role == "explore" else one.score) for one in self.passes]
+        counted = [(num, law.mean) for num, law in laws if law is not None]
+        return sum(num * mean for num, mean in counted) / sum(num for num, _ in counted) if counted else 1.0
 
     def of_cluster(self, num_train_gpus: int) -> Cluster:
         """The cluster with so many GPUs as the home of training."""
