@@ -173,3 +173,30 @@ def test_a_bfloat16_base_trains_float32_adapters() -> None:
     some = learner(model={"dtype": "bfloat16"})
     metrics = some.update(training_set(some.policy), ALONE, never)
     assert metrics["health/policy_change"] > 0 and all(p.dtype == torch.float32 for p in some.parameters)
+
+
+def test_old_policy_from_merged_weights_takes_the_same_step_up_to_rounding_and_says_its_error() -> None:
+    from solrl.session import open_session
+
+    steps = []
+    for from_rollout in (False, True):
+        session = open_session(tiny_config(train={"old_from_rollout": from_rollout}), ALONE, never)
+        some = session.learner
+        with torch.no_grad():
+            for number, matrix in enumerate(some.old_parameters[1::2]):  # B: old_policy is no longer the base
+                matrix.copy_(noise([number], matrix.shape)[0] * 0.05)
+        session.sync()
+        steps.append((some.update(training_set(some.policy), ALONE, never), weights_of(some)))
+    (plain, expected), (merged, weights) = steps
+    assert "health/old_rollout_error" not in plain
+    assert 0 < merged["health/old_rollout_error"] < 1e-9 < merged["health/velocity_old_distance"]
+    assert merged["loss/policy"] == pytest.approx(plain["loss/policy"], rel=1e-4)
+    # Adam's first step is the gradient's sign: 2 learning rates apart where a gradient is nothing but rounding
+    apart = torch.cat([(a - b).abs().flatten() for a, b in zip(weights, expected, strict=True)])
+    assert float((apart > 1e-5).float().mean()) < 0.01
+
+
+def test_old_policy_from_merged_weights_needs_them() -> None:
+    config = tiny_config(train={"old_from_rollout": True})
+    with pytest.raises(SolrlError, match="old_from_rollout needs the rollout policy"):
+        Learner(load_policy(config, CPU), config)
