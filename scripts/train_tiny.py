@@ -1,7 +1,7 @@
 """Make everything in solrl/assets from nothing: a tiny pipeline of each family, the tiny CLIP and the prompt files.
 
     python scripts/train_tiny.py flux       # autoencoder, then text encoders and transformer by flow matching
-    python scripts/train_tiny.py sd3        # the same with tiny_flux's autoencoder, and its T5 to start from
+    python scripts/train_tiny.py sd3        # the same with tiny_flux's autoencoder
     python scripts/train_tiny.py sana
     python scripts/train_tiny.py clip       # contrastively, against in-batch captions and one changed word each
     python scripts/train_tiny.py prompts
@@ -32,7 +32,6 @@ from tiny_models import build_flux, build_sana, build_sd3
 from tiny_prompts import write_prompts
 from tiny_steps import scene_batch, set_learning_rate, tidy_configs, warmup_hold_decay
 from torch import Tensor, nn
-from transformers import T5EncoderModel
 
 ASSETS = Path(__file__).parent.parent / "solrl" / "assets"
 CAPTION_DROP = 0.05
@@ -177,8 +176,6 @@ def train_pipeline(args: argparse.Namespace) -> None:
     """Trains the tiny pipeline of `args.family` and saves it in `args.out`."""
     build, flow = FAMILIES[args.family]
     pipeline = build(args.seed)
-    if args.text_encoder_3 is not None:
-        pipeline.register_modules(text_encoder_3=T5EncoderModel.from_pretrained(args.text_encoder_3))
     if args.vae is None:
         torch.manual_seed(args.seed)  # the autoencoder draws from the global generator
         train_vae(pipeline.vae, args)
@@ -195,7 +192,7 @@ def parse_arguments() -> argparse.Namespace:
     trained = []
     for family in FAMILIES:
         train = commands.add_parser(family, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        train.set_defaults(run=train_pipeline, family=family, vae=None, text_encoder_3=None)
+        train.set_defaults(run=train_pipeline, family=family, vae=None)
         train.add_argument("--out", type=Path, default=ASSETS / f"tiny_{family}", help="folder to write")
         train.add_argument("--steps", type=int, default=3300, help="flow-matching steps")
         train.add_argument("--vae-steps", type=int, default=500, help="autoencoder steps")
@@ -208,9 +205,7 @@ def parse_arguments() -> argparse.Namespace:
         train.add_argument("--scenes", type=int, default=24576, help="scenes drawn and encoded beforehand")
         train.add_argument("--save-every", type=int, default=500, help="steps between saves")
         trained.append(train)
-    sd3 = trained[1]
-    sd3.add_argument("--text-encoder-3", type=Path, help="folder of a trained T5 to start from")
-    sd3.set_defaults(vae=ASSETS / "tiny_flux" / "vae", text_encoder_3=ASSETS / "tiny_flux" / "text_encoder_2")
+    trained[1].set_defaults(vae=ASSETS / "tiny_flux" / "vae")
     clip = commands.add_parser("clip", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     clip.set_defaults(run=train_clip)
     clip.add_argument("--out", type=Path, default=ASSETS / "tiny_clip", help="folder to write")
