@@ -1,10 +1,10 @@
 # On a fresh machine with Python 3.11 or newer, `make demo` and `make test` create .venv, install, and run.
-# Linux without an NVIDIA GPU: `make demo TORCH="torch --index-url https://download.pytorch.org/whl/cpu"` downloads far less.
+# Linux without an NVIDIA GPU: `make demo TORCH="torch torchvision --index-url https://download.pytorch.org/whl/cpu"` downloads far less.
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?=
-EXTRAS ?= dev,bench
+EXTRAS ?= dev,bench,rewards
 JOBS ?= 2
 CONFIG ?= tiny_flux
 PROCESSES ?= 2

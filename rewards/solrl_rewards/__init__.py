@@ -19,6 +19,10 @@ __all__ = ["REWARDS", "Reward", "load_reward"]
 REWARDS = {
     "shapes": "solrl_rewards.shapes:Shapes",
     "clip_score": "solrl_rewards.clip_score:ClipScore",
+    "pick_score": "solrl_rewards.pick_score:PickScore",
+    "image_reward": "solrl_rewards.image_reward:ImageReward",
+    "hpsv2": "solrl_rewards.hpsv2:HPSv2",
+    "aesthetic": "solrl_rewards.aesthetic:Aesthetic",
 }
 
 
