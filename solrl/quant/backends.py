@@ -19,6 +19,7 @@ from solrl.quant.emulated import EmulatedLinear
 from solrl.quant.fp8 import Fp8Linear, Fp8TensorLinear
 from solrl.quant.linear import QuantLinear, SharedInput
 from solrl.quant.native import NativeLinear
+from solrl.quant.te import TELinear
 
 Precision: TypeAlias = Literal["full", "fp8", "nvfp4", "emulated_nvfp4"]
 
@@ -101,7 +102,7 @@ def describe(backend: Backend, num_steps: int, linear_share: float = 0.0, bounds
 def nvfp4_layer(device: torch.device, backend: str = "auto") -> type[QuantLinear] | str:
     """The layer that computes NVFP4 on ``device``, or why there is none."""
     lacking = _lacking("FP4", FP4_CAPABILITY, device)
-    return lacking or _first_that_runs([NativeLinear], device)
+    return lacking or _first_that_runs([TELinear if backend == "te" else NativeLinear], device)
 
 
 def fp8_layer(device: torch.device) -> type[QuantLinear] | str:
