@@ -124,7 +124,7 @@ def report(config: Config, arms: Sequence[Arm], num_steps: int, known: dict[str,
         "",
         f"Fewer velocity evaluations alone would make the rollout {fewer:.2f} times as fast; the kept are decoded and "
         "scored twice.",
-        "rest of ours: what is not rollout, in the two-stage step. The paper's speed-ups are computed from its seconds.",
+        "rest of ours: what is not rollout, in the two-stage step. The paper's speed-ups are computed from its seconds",
     ])  # fmt: skip
 
 
