@@ -25,7 +25,10 @@ def toml(folder: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["flux1_dev", "tiny_flux", "tiny_flux_long"])
+SHIPPED = ["flux1_dev", "sana_1600m", "sd35_large", "sd35_medium", "tiny_flux", "tiny_flux_long"]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_config_loads_and_survives_a_round_trip(name: str, tmp_path: Path) -> None:
     assert name in shipped_configs()
     config = load_config(name)
@@ -35,7 +38,48 @@ def test_every_shipped_config_loads_and_survives_a_round_trip(name: str, tmp_pat
 
 
 def test_the_tests_know_every_shipped_config() -> None:
-    assert shipped_configs() == ["flux1_dev", "tiny_flux", "tiny_flux_long"]
+    assert shipped_configs() == SHIPPED
+
+
+# Sol-RL Table 7: what all models share, then each model's own; SD3.5 Medium, not in it, takes SD3.5 Large's column.
+SHARED = {
+    "lora.rank": 32, "lora.alpha": 64, "lora.targets": None, "train.learning_rate": 3e-4,
+    "train.adam_betas": (0.9, 0.999), "train.weight_decay": 1e-4, "train.adam_eps": 1e-8, "model.dtype": "auto",
+    "explore.group_size": 96, "explore.num_steps": 6, "regenerate.group_size": 24, "regenerate.num_steps": 10,
+    "train.beta": 1.0, "train.kl_weight": 1e-4, "train.advantage_clip": 5.0, "train.ema_decay": 0.9,
+    "train.old_decay_rate": 0.001, "train.old_decay_cap": 0.5, "prompts.per_step": 48, "explore.precision": "auto",
+    "model.cfg_scale": 1.0, "model.guidance": 1.0,
+}  # fmt: skip
+COLUMNS = {
+    "sana_1600m": ("sana", 1024, False, "euler", 40, 16, 6, 1.0),
+    "flux1_dev": ("flux", 512, True, "dpm2", 28, 12, 4, 1.0),
+    "sd35_large": ("sd3", 1024, False, "dpm2", 40, 4, 6, 0.002),
+    "sd35_medium": ("sd3", 512, False, "dpm2", 40, 8, 6, 0.002),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_configs_of_real_models_hold_the_papers_table_7(name: str) -> None:
+    config = load_config(name)
+
+    def value(key: str) -> object:
+        section, field = key.split(".")
+        return getattr(getattr(config, section), field)
+
+    assert (Path("configs") / f"{name}.toml").read_text().count("\n") < 40
+    assert {key: value(key) for key in SHARED} == SHARED
+    assert COLUMNS[name] == (
+        config.model.family,
+        config.model.height,
+        config.model.gradient_checkpointing,
+        config.regenerate.solver,
+        config.evaluate.num_steps,
+        config.batch.train,
+        config.num_train_timesteps,
+        config.train.max_grad_norm,
+    )
+    assert config.model.width == config.model.height and config.explore.solver == config.regenerate.solver
+    assert config.model.max_text_tokens == (300 if name == "sana_1600m" else 128)
 
 
 def test_a_saved_file_names_every_setting_that_has_a_value(tmp_path: Path) -> None:
@@ -141,7 +185,7 @@ def test_an_impossible_value_is_named_in_one_line(overrides: dict[str, object], 
 def test_a_config_that_is_not_there_lists_the_shipped_names(tmp_path: Path) -> None:
     for missing in ("tiny_flx", tmp_path / "none.toml", "", "../configs/tiny_flux"):
         line = failure(missing)
-        assert "flux1_dev, tiny_flux, tiny_flux_long" in line and str(missing) in line
+        assert ", ".join(SHIPPED) in line and str(missing) in line
 
 
 def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
