@@ -22,7 +22,8 @@ from solrl.runtime.throughput import Coefficients
 
 NUM_ARRAYS_PAY = 64
 """From so many replicas on, numpy beats a loop."""
-LEAST_GAIN = 1e-12
+LEAST_GAIN = 1e-9
+"""Of a replica's throughput: a smaller gain is rounding."""
 
 
 class Item(NamedTuple):
@@ -265,7 +266,7 @@ def _level(
             continue
         length, job = movable[place][-1]
         target, gain = fleet.best(length, skip=place)
-        if target < 0 or gain <= fleet.loss(place, length) + LEAST_GAIN:
+        if target < 0 or gain - fleet.loss(place, length) <= LEAST_GAIN * fleet.throughput[place]:
             break
         movable[place].pop()
         fleet.remove(place, length)

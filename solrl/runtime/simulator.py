@@ -25,6 +25,8 @@ from solrl.runtime.workload import Sample, Setting
 
 ROLES: tuple[Working, Working] = (EXPLORE, SCORE)
 ROUNDING = 1e-6
+MOST_SHIFTS = 5000
+"""In a batch; a strategy that wants more is stuck."""
 
 
 class Strategy(Protocol):
@@ -366,6 +368,10 @@ class Simulation:
         """``plan.down`` ends now, ``plan.up`` begins when both have taken their time."""
         self.in_flight = True
         self.result.num_shifts += 1
+        if self.result.num_shifts > MOST_SHIFTS * self.setting.batch.num_batches:
+            raise SolrlError(
+                f"{self.deployment.name} does little but shift: {self.result.num_shifts} by {self.t:.0f} s"
+            )
         down: dict[Working, list[int]] = {EXPLORE: [], SCORE: []}
         for role, slot in plan.down:
             down[role].append(slot)

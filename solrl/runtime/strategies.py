@@ -111,9 +111,14 @@ class RuleBased:
         return {EXPLORE: slots_within(run, EXPLORE, range(run.cluster.num_gpus))}
 
     def decide(self, run: Simulation) -> ShiftPlan | None:
-        """Training first; otherwise the fuller role grows by every replica that has next to nothing to do."""
+        """Training first; otherwise the fuller role grows by every replica that has next to nothing to do.
+
+        At least a period lies between two shifts: two roles with little work would trade their GPUs for ever.
+        """
         if run.training == "off" and run.batch_ready:
             return training_plan(run.state())
+        if run.t - run.shift_ended < self.period_s:
+            return None
         state = run.state()
         for role in sorted(ROLES, key=lambda role: -self._use(run, role)):
             if self._use(run, role) <= HIGH_USE:

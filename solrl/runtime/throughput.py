@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from solrl.errors import SolrlError, UsageError
 
 Array = NDArray[np.float64]
-MOST_KNEES = 65
+NUM_KNEES = 33
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,19 @@ def fit(rounds: Iterable[Round]) -> Fit:
     if not (np.isfinite(seconds).all() and (seconds > 0).all()):
         raise SolrlError("a profiled round took no time, or no finite time; the clock that measured it is wrong")
     ones = np.ones_like(n)
-    best: tuple[float, float, Array] | None = None
-    for knee in np.unique(np.concatenate([[1.0], np.quantile(n, np.linspace(0, 1, MOST_KNEES))])):
+
+    def of_knee(knee: float) -> tuple[float, Array]:
         matrix = np.stack([tokens, np.maximum(knee, n), ones], axis=1) / seconds[:, None]
         weights, error = _non_negative(matrix, ones)
-        if best is None or error < best[0] * (1 - 1e-9):
-            best = (error, float(knee), weights)
-    assert best is not None
-    error, knee, (a, c, d) = best[0], best[1], best[2].tolist()
+        return error, weights
+
+    knees = np.geomspace(1.0, max(float(n.max()), 2.0), NUM_KNEES)
+    for _ in range(2):  # the second time between the neighbours of the best
+        best = min(range(len(knees)), key=lambda place: of_knee(float(knees[place]))[0])
+        knee = float(knees[best])
+        knees = np.linspace(knees[max(best - 1, 0)], knees[min(best + 1, len(knees) - 1)], NUM_KNEES)
+    error, weights = of_knee(knee)
+    a, c, d = weights.tolist()
     return Fit(Coefficients(a, c * knee, c, d), float(np.sqrt(error / len(used))), len(used))
 
 
