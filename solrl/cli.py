@@ -69,6 +69,10 @@ def _overview() -> str:
       Write RUN/report.html anew.
   export RUN OUT [--step S | --best] [--raw]
       Write a checkpoint's LoRA as diffusers loads it; without a model.
+  doctor [--json]
+      What this machine can run, and whether what learning hangs on works.
+  reward-server CONFIG [--host H] [--port P] [--device D]
+      Serve CONFIG's reward to runs whose reward is `remote`.
   version
 
 Every command takes --help, and --debug to show where an error came from.
@@ -136,6 +140,52 @@ def _export(words: list[str]) -> None:
     print(export_run(chosen.run, chosen.out, step="best" if chosen.best else chosen.step, raw=chosen.raw))
 
 
+def _doctor(words: list[str]) -> None:
+    parser = _Parser("solrl doctor", description="What this machine can run; all that is said to work was just tried.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    chosen = parser.parse_args(words)
+    import json
+
+    from solrl.doctor import diagnose, lines
+
+    diagnosis = diagnose()
+    print(json.dumps(diagnosis.as_dict(), indent=2) if chosen.json else "\n".join(lines(diagnosis)))
+    if not diagnosis.is_healthy:
+        broken = ", ".join(test.name for test in diagnosis.tests if not test.works)
+        raise SolrlError(f"what learning hangs on is broken here: {broken}")
+
+
+def _reward_server(words: list[str]) -> None:
+    parser = _Parser(
+        "solrl reward-server",
+        description="Serve the reward of CONFIG to `remote` rewards, until Ctrl-C. On an address that other machines "
+        "reach it needs a token in the environment variable SOLRL_REWARD_TOKEN, here and where the run is.",
+    )
+    parser.add_argument("config", help="TOML file or shipped name; only its [reward] is used")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8300, help="0 takes a free one (8300)")
+    parser.add_argument("--device", help="where images are scored (a GPU if there is one)")
+    chosen, flags = parser.parse_known_args(words)
+    config = load_config(chosen.config, read_flags(flags))
+    import torch
+    from solrl_rewards.remote import TOKEN_VARIABLE
+    from solrl_rewards.server import RewardServer
+
+    from solrl.models.base import quiet_loading
+    from solrl.session import open_reward
+
+    quiet_loading()
+    reward = open_reward("reward.name", config.reward.name, config.reward.options)
+    device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        server = RewardServer(reward, chosen.host, chosen.port, token=os.environ.get(TOKEN_VARIABLE), device=device)
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
+        raise UsageError(f"cannot serve on {chosen.host}:{chosen.port}: {str(error).splitlines()[0]}") from error
+    print(f"{reward.name} on {device} at http://{chosen.host}:{server.server_port}", flush=True)
+    with server, suppress(KeyboardInterrupt):
+        server.serve_forever()
+
+
 def print_settings(config: Config) -> None:
     """Prints every setting with its meaning, its type and the value ``config`` has, in the flags' form."""
     import tyro
@@ -172,4 +222,6 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "replay": _replay,
     "report": _report,
     "export": _export,
+    "reward-server": _reward_server,
+    "doctor": _doctor,
 }
