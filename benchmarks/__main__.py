@@ -19,6 +19,13 @@ BENCHMARKS = {
     "learning_curve": "held-out rewards of finished runs, before and after, and the curve between",
     "explorer_formats": "held-out reward after training with explorers of several number formats, several seeds each",
     "emulation_cost": "what emulating NVFP4 costs, against full precision",
+    "deployments": "SIMULATED: colocated, disaggregated, shared, shiftable beside PivotRL's Figures 9 and 10",
+    "strategies": "SIMULATED: shift strategies and components beside PivotRL's Figure 11",
+    "planner_time": "seconds of a plan for 16 to 1,024 GPUs beside PivotRL's Table 2",
+    "headroom": "SIMULATED: share of time below 20 % of a stage's peak beside PivotRL's Figure 3",
+    "horizon": "SIMULATED: throughput and shifts over the planner's horizon beside PivotRL's Figure 14",
+    "migration": "SIMULATED: what moving a job costs beside PivotRL's Table 3",
+    "auto_regret": "SIMULATED: the regret of runtime.mode = auto over a grid of workloads",
 }
 
 

@@ -1,6 +1,6 @@
 """`auto` plans from coefficients that are off and one sample of lengths; what does that cost against hindsight?
 
-Every coefficient is wrong by 20 %, up or down by chance. The choice is then run on the true coefficients with fresh
+Every coefficient is wrong by 20 %, up or down by chance. The choice then runs on the true ones with fresh
 lengths, beside every mode with the split that is best there. Regret is the time of the choice over the time of the
 best, minus 1.
 """
@@ -95,10 +95,11 @@ def disturbed(setting: Setting, seed: int) -> Setting:
     names = [f"{role}.{name}" for role in ("explore", "score") for name in ("a_s", "b_s", "c_s", "d_s")]
     names += ["train.gpu_s_per_token", "train.gpu_s_per_job"]
     tree = setting.model_dump()
-    signs = generator.choice([1 - ERROR, 1 + ERROR], size=len(names))
-    return setting.with_values({
-        name: tree[name.split(".")[0]][name.split(".")[1]] * float(sign) for name, sign in zip(names, signs, strict=True)
-    })  # fmt: skip
+    values = {}
+    for name, sign in zip(names, generator.choice([1 - ERROR, 1 + ERROR], size=len(names)), strict=True):
+        section, key = name.split(".")
+        values[name] = tree[section][key] * float(sign)
+    return setting.with_values(values)
 
 
 def score(name: str, setting: Setting, seed: int, num_fresh: int) -> Score:
