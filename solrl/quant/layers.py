@@ -25,7 +25,7 @@ Rules: TypeAlias = Sequence[tuple[str, str]]
 DEFAULT_RULES: dict[str, Rules] = {
     "FluxTransformer2DModel": (("*norm*", "full"), ("*transformer_blocks.*", "auto")),
     "SD3Transformer2DModel": (("*norm*", "full"), ("transformer_blocks.*", "auto")),
-    "SanaTransformer2DModel": (("*norm*", "full"), ("transformer_blocks.*attn*", "auto")),
+    "SanaTransformer2DModel": (("transformer_blocks.*attn*", "auto"),),
 }
 """By architecture: every linear of the transformer blocks but the modulation inside their norms.
 
