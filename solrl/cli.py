@@ -158,8 +158,8 @@ def _doctor(words: list[str]) -> None:
 def _reward_server(words: list[str]) -> None:
     parser = _Parser(
         "solrl reward-server",
-        description="Serve the reward of CONFIG to `remote` rewards, until Ctrl-C. On an address that other machines "
-        "reach it needs a token in the environment variable SOLRL_REWARD_TOKEN, here and where the run is.",
+        description="Serve the reward of CONFIG to `remote` rewards, until Ctrl-C. An address that other machines "
+        "reach needs a token in the environment variable SOLRL_REWARD_TOKEN, here and where the run is.",
     )
     parser.add_argument("config", help="TOML file or shipped name; only its [reward] is used")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")

@@ -16,6 +16,10 @@ class UsageError(SolrlError):
     exit_code = 2
 
 
+class RewardFailed(SolrlError):
+    """The reward raised, or answered with something that is no score; the steps before are saved. Exit code 1."""
+
+
 class Interrupted(SolrlError):
     """The run was asked to stop by a signal; everything is saved. Exit code 3."""
 

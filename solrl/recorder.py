@@ -27,7 +27,7 @@ from solrl.models.base import compute_dtype, lora_state
 from solrl.report import write_report
 from solrl.session import Session, StepRecord
 from solrl.tracking import Tracking
-from solrl.types import Interrupted
+from solrl.types import Interrupted, RewardFailed
 
 
 class Recorder:
@@ -76,12 +76,12 @@ class Recorder:
 
     @contextmanager
     def saving_on_interrupt(self, step: int) -> Iterator[None]:
-        """Inside, a signal leaves a checkpoint of the step before ``step``; what ``step`` had done is dropped."""
+        """Inside, a signal or a failing reward leaves a checkpoint of the step before; what ``step`` did is dropped."""
         # Evaluation comes after the update and can be interrupted, too: then the update has to be taken back.
         self._before = {k: t.clone() for k, t in self.session.state_dict().items()} if self._is_due(step) else None
         try:
             yield
-        except Interrupted:
+        except (Interrupted, RewardFailed):
             if self._before is not None:
                 self.session.load_state_dict(self._before)
             if step > 1:

@@ -18,7 +18,7 @@ from solrl.config import BatchConfig, StageConfig
 from solrl.distributed import World
 from solrl.groups import noise
 from solrl.samplers import sample
-from solrl.types import Conditioning, Policy, Reward, Rollouts, Scores, Seeds, SolrlError
+from solrl.types import Conditioning, Policy, Reward, RewardFailed, Rollouts, Scores, Seeds, SolrlError
 
 
 def rollout(
@@ -114,16 +114,16 @@ def call_reward(reward: Reward, images: Tensor, prompts: list[str]) -> tuple[Ten
     except SolrlError:
         raise
     except Exception as error:  # somebody else's code: name it and stop
-        raise SolrlError(f"reward {reward.name!r} failed: {type(error).__name__}: {error}") from error
+        raise RewardFailed(f"reward {reward.name!r} failed: {type(error).__name__}: {error}") from error
     values, present = answer if isinstance(answer, tuple) else (answer, torch.ones(len(prompts), dtype=torch.bool))
     if not (isinstance(values, Tensor) and values.shape == present.shape == (len(prompts),)):
         shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise SolrlError(f"reward {reward.name!r} must return a float tensor of shape ({len(prompts)},), got {shape}")
+        raise RewardFailed(f"reward {reward.name!r} must return a float tensor of shape ({len(prompts)},), got {shape}")
     values, present = values.detach().double().cpu(), present.detach().bool().cpu()
     bad = (present & ~torch.isfinite(values)).nonzero().flatten()
     if len(bad):
         first = int(bad[0])
-        raise SolrlError(
+        raise RewardFailed(
             f"reward {reward.name!r} returned {values[first].item()} for {len(bad)} of {len(prompts)} images, first "
             f"for prompt {prompts[first]!r}: fix the reward, or report such candidates as missing"
         )

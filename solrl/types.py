@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from solrl.errors import Interrupted as Interrupted
+from solrl.errors import RewardFailed as RewardFailed
 from solrl.errors import SolrlError as SolrlError
 from solrl.errors import UsageError as UsageError
 

@@ -23,6 +23,10 @@ REWARDS = {
     "image_reward": "solrl_rewards.image_reward:ImageReward",
     "hpsv2": "solrl_rewards.hpsv2:HPSv2",
     "aesthetic": "solrl_rewards.aesthetic:Aesthetic",
+    "ocr": "solrl_rewards.ocr:Ocr",
+    "generative": "solrl_rewards.generative:Generative",
+    "weighted_sum": "solrl_rewards.weighted_sum:WeightedSum",
+    "remote": "solrl_rewards.remote:Remote",
 }
 
 
@@ -33,8 +37,8 @@ class Reward(Protocol):
     range: tuple[float, float]
     description: str
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """[B, 3, H, W] images in [0, 1] and B prompts -> [B] float32."""
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor | tuple[Tensor, Tensor]:
+        """[B, 3, H, W] images in [0, 1] and B prompts -> [B] float32, or that and [B] bool: which are not missing."""
         ...
 
 
