@@ -19,6 +19,8 @@ BENCHMARKS = {
     "learning_curve": "held-out rewards of finished runs, before and after, and the curve between",
     "explorer_formats": "held-out reward after training with explorers of several number formats, several seeds each",
     "emulation_cost": "what emulating NVFP4 costs, against full precision",
+    "quantizer_throughput": "quantizing a weight to NVFP4 on one CPU thread, beside torchao's quantizer",
+    "requantize_cost": "bringing explorer and rollout tree to new weights, as a share of a step",
     "deployments": "SIMULATED: colocated, disaggregated, shared, shiftable beside PivotRL's Figures 9 and 10",
     "strategies": "SIMULATED: shift strategies and components beside PivotRL's Figure 11",
     "planner_time": "seconds of a plan for 16 to 1,024 GPUs beside PivotRL's Table 2",
