@@ -101,7 +101,8 @@ def load_torchao() -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
             warnings.simplefilter("ignore")
             from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
     except ImportError as error:
-        raise UsageError("quantizer_throughput needs torchao: pip install 'solrl[bench]'") from error
+        # in no extra: where it is installed, diffusers and peft import it too and print warnings
+        raise UsageError("quantizer_throughput needs torchao: pip install 'torchao>=0.18'") from error
 
     def run(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         global_scale = per_tensor_amax_to_scale(weight.abs().amax())
