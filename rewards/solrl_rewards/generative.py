@@ -37,7 +37,7 @@ How completely and correctly does it show what is described, and how good does i
 (flawless)? Answer with the number alone."""
 
 REMINDER = 'Your answer names no score. Answer with nothing but a line "Final Score: N".'
-PATTERN = r"(?i)final score\W*(-?\d+(?:\.\d+)?)"
+PATTERN = r"(?i)final score\W*?(-?\d+(?:\.\d+)?)"
 
 Turn = tuple[str, str]
 """(role, text); the first turn, the user's, comes with the image."""
@@ -162,6 +162,9 @@ class Generative:
         for weights in self.judge.probabilities(images, turns, self.choices):
             if weights is None and self.unreadable == "error":
                 raise ValueError(f"the judge's next token is none of {', '.join(self.choices)}")
-            mean = None if weights is None else sum(self.lowest + i * w for i, w in enumerate(weights)) / sum(weights)
-            ratings.append(mean)
+            if weights is None:
+                ratings.append(None)
+            else:
+                total = sum((self.lowest + number) * weight for number, weight in enumerate(weights))
+                ratings.append(total / sum(weights))
         return ratings

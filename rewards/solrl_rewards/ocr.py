@@ -60,13 +60,17 @@ class Ocr:
     range = (0.0, 1.0)
     description = "1 where the prompt's quoted text stands in the image, 0 where nothing like it does"
 
-    def __init__(self) -> None:
-        """Loads the reader."""
+    def __init__(self, threads: int = 1) -> None:
+        """`threads` read an image together."""
+        if threads < 1:
+            raise ValueError(f"ocr: threads must be at least 1, got {threads}")
         try:
             from rapidocr import RapidOCR
         except ModuleNotFoundError as error:
             raise ValueError('ocr needs rapidocr: pip install "solrl[rewards]"') from error
-        self._reader: Any = RapidOCR(params={"Global.log_level": "error"})
+        self._reader: Any = RapidOCR(
+            params={"Global.log_level": "error", "EngineConfig.onnxruntime.intra_op_num_threads": threads}
+        )
 
     def read(self, image: Tensor) -> str:
         """All text of a [3, H, W] image in [0, 1], in the reader's order."""

@@ -46,21 +46,26 @@ def reward() -> Ocr:
 def rendered(words: list[str]) -> Tensor:
     pictures = []
     for text in words:
-        picture = Image.new("RGB", (320, 128), "white")
-        font = ImageFont.load_default(size=48)
-        ImageDraw.Draw(picture).text((160, 64), text, fill="black", font=font, anchor="mm")
-        pictures.append(torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(128, 320, 3))
+        picture = Image.new("RGB", (192, 192), "white")
+        font = ImageFont.load_default(size=40)
+        ImageDraw.Draw(picture).text((96, 96), text, fill="black", font=font, anchor="mm")
+        pictures.append(torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(192, 192, 3))
     return torch.stack(pictures).permute(0, 3, 1, 2).float() / 255
 
 
 def test_rendered_words_are_read(reward: Ocr) -> None:
-    words = ["HELLO WORLD", "OPEN NOW", "12345", ""]
+    words = ["HELLO", "12345", ""]
     images = rendered(words)
-    assert reward(images, [f'a card that says "{word or "nothing"}"' for word in words]).tolist() == [1, 1, 1, 0]
-    swapped = reward(images[[1, 0]], ['"HELLO WORLD"', '"OPEN NOW"'])
-    assert (swapped < 0.5).all() and swapped.dtype == torch.float32
+    assert reward(images, [f'a card that says "{word or "nothing"}"' for word in words]).tolist() == [1, 1, 0]
 
 
+@pytest.mark.slow
+def test_other_words_than_the_wanted_ones_score_low(reward: Ocr) -> None:
+    scores = reward(rendered(["WORLD", "12345"]), ['"MUSIC"', '"98706"'])
+    assert (scores < 0.5).all() and scores.dtype == torch.float32
+
+
+@pytest.mark.slow
 def test_a_score_does_not_depend_on_the_rest_of_the_batch(reward: Ocr) -> None:
     images, prompts = rendered(["HELLO", "WORLD"]), ['"HELLO"', '"WORDS"']
     scores = reward(images, prompts)
