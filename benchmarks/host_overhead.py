@@ -164,9 +164,9 @@ def step(geometry: Geometry, work: Work, device: torch.device, clock: Stopwatch)
 
 def draw(seeds: Sequence[int], geometry: Geometry, device: torch.device, clock: Stopwatch) -> None:
     """What a rollout does around its model: noise, copies, and the reward's preprocessing of the images."""
-    from solrl_rewards.clip_score import Preprocessing
+    from solrl_rewards.preprocessing import Preprocessing
 
-    preprocess = Preprocessing(CLIP)
+    preprocess = Preprocessing.from_config(CLIP)
     images = torch.rand(ROLLOUT_BATCH, 3, geometry.pixels, geometry.pixels, device=device)
     for part in _parts(seeds, ROLLOUT_BATCH):
         with clock.phase("noise"):
