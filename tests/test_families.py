@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +42,12 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="module")
+def shared(folders: dict[str, Path]) -> Callable[..., DiffusersPolicy]:
+    """(family, cfg_scale) -> a policy for tests that change nothing."""
+    return functools.cache(lambda family, scale=1.0: load(family, folders, model={"cfg_scale": scale}))
+
+
 def load(family: str, folders: dict[str, Path], **sections: dict[str, Any]) -> DiffusersPolicy:
     policy = load_policy(family_config(family, folders[family], **sections), CPU)
     assert isinstance(policy, DiffusersPolicy)
@@ -64,8 +74,10 @@ def draw(policy: DiffusersPolicy, prompts: list[str] = PROMPTS) -> Tensor:
     return sample(lambda x, sigma: policy.velocity(x, sigma, conditioning), start, policy.sigmas(4), "euler")
 
 
-def test_our_velocity_is_the_pipelines_own_transformer_call(family: str, folders: dict[str, Path]) -> None:
-    policy = load(family, folders)
+def test_our_velocity_is_the_pipelines_own_transformer_call(
+    family: str, shared: Callable[..., DiffusersPolicy]
+) -> None:
+    policy = shared(family)
     calls: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor]) -> None:
@@ -89,9 +101,9 @@ def policy_config(policy: DiffusersPolicy) -> Any:
 
 @CFG
 def test_our_euler_rollout_equals_the_diffusers_pipeline(
-    family: str, folders: dict[str, Path], cfg_scale: float
+    family: str, shared: Callable[..., DiffusersPolicy], cfg_scale: float
 ) -> None:
-    policy = load(family, folders, model={"cfg_scale": cfg_scale})
+    policy = shared(family, cfg_scale)
     start = noise(range(2), policy.latent_shape)
     call = diffusers_call(policy_config(policy), policy.sigmas(4))
     theirs = policy.pipeline(PROMPTS, latents=start, output_type="latent", **call).images
@@ -101,14 +113,22 @@ def test_our_euler_rollout_equals_the_diffusers_pipeline(
     torch.testing.assert_close(policy.decode(ours), pictures, atol=1e-5, rtol=0)
 
 
-def test_cfg_moves_away_from_the_empty_prompt_with_gradient_through_both(family: str, folders: dict[str, Path]) -> None:
-    plain, guided = load(family, folders), load(family, folders, model={"cfg_scale": 2.5})
+def test_cfg_moves_away_from_the_empty_prompt_with_gradient_through_both(
+    family: str, shared: Callable[..., DiffusersPolicy]
+) -> None:
+    plain, guided = shared(family), shared(family, 3.0)
     empty, prompted = velocity(plain, ["", ""]), velocity(plain)
-    torch.testing.assert_close(velocity(guided), empty + 2.5 * (prompted - empty), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(velocity(guided), empty + 3.0 * (prompted - empty), atol=1e-6, rtol=1e-5)
     assert (velocity(guided) - prompted).abs().max() > 1e-4
-    guided.velocity(noise([1], guided.latent_shape), torch.tensor([0.5]), guided.encode(PROMPTS[:1])).sum().backward()
-    grads = [p.grad for p in guided.transformer.parameters() if p.requires_grad]
-    assert all(grad is not None for grad in grads) and any(bool(grad.any()) for grad in grads if grad is not None)
+
+    def gradient(policy: DiffusersPolicy, prompt: str) -> Tensor:
+        output = policy.velocity(noise([1], policy.latent_shape), torch.tensor([0.5]), policy.encode([prompt]))
+        trained = [p for p in policy.transformer.parameters() if p.requires_grad]
+        return torch.cat([grad.flatten() for grad in torch.autograd.grad(output.sum(), trained)])
+
+    ours, away, towards = gradient(guided, PROMPTS[0]), gradient(plain, ""), gradient(plain, PROMPTS[0])
+    torch.testing.assert_close(ours, 3.0 * towards - 2.0 * away, atol=1e-3, rtol=1e-3)
+    assert (ours - 3.0 * towards).abs().max() > 0.1
 
 
 @CFG
@@ -189,6 +209,7 @@ def test_the_rollout_tree_draws_what_the_adapter_draws(family: str, folders: dic
     policy = load(family, folders, model={"cfg_scale": 2.0})
     adapt(policy)
     trees = RolloutTrees(policy.transformer, FULL)
+    assert (velocity(policy.sibling(trees.rollout)) - velocity(policy)).abs().max() > 1e-2, "still the base"
     trees.requantize_(lora_state(policy.transformer, "default"))
     torch.testing.assert_close(velocity(policy.sibling(trees.rollout)), velocity(policy), atol=1e-5, rtol=1e-4)
 
@@ -201,13 +222,15 @@ def test_the_rollout_tree_draws_what_the_adapter_draws(family: str, folders: dic
         ("sd3", {"to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"}),
     ],
 )
-def test_the_papers_layers_are_adapted_by_default(family: str, kinds: set[str], folders: dict[str, Path]) -> None:
-    names = lora_state(load(family, folders).transformer, "default")
+def test_the_papers_layers_are_adapted_by_default(
+    family: str, kinds: set[str], shared: Callable[..., DiffusersPolicy]
+) -> None:
+    names = lora_state(shared(family).transformer, "default")
     assert {re.sub(r".*attn\d?\.", "", name) for name in names} == kinds
 
 
-def test_padding_reaches_no_velocity_of_sana(folders: dict[str, Path]) -> None:
-    policy = load("sana", folders)
+def test_padding_reaches_no_velocity_of_sana(shared: Callable[..., DiffusersPolicy]) -> None:
+    policy = shared("sana")
     conditioning = policy.encode(PROMPTS)
     assert conditioning.mask is not None and conditioning.mask.sum(1).tolist() == [9, 5]
     latents, sigma = noise([1, 2], policy.latent_shape), torch.tensor([0.3, 0.9])
@@ -276,3 +299,45 @@ def test_damaged_weights_are_named(folders: dict[str, Path], tmp_path: Path) -> 
 def test_a_model_that_is_not_here_is_named_with_the_remedy(path: str, says: str) -> None:
     with pytest.raises(SolrlError, match=f"model.path {path} cannot be loaded: there is no folder {path}.*{says}"):
         load_policy(family_config("flux", path), CPU)
+
+
+HUB = """
+import http.server, os, sys, threading
+ERRORS = {"gated": (403, "GatedRepo"), "absent": (404, "RepoNotFound"), "old": (404, "RevisionNotFound")}
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    def do_HEAD(self):
+        status, code = ERRORS[self.path.split("/")[1]]
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+os.environ |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0", "HF_HOME": sys.argv[1]}
+import torch
+from solrl.config import Config
+from solrl.models import load_policy
+from solrl.types import SolrlError
+
+for name in ERRORS:
+    model = {"path": f"{name}/model", "revision": "abc"}
+    try:
+        load_policy(Config.model_validate({"model": model}), torch.device("cpu"))
+    except SolrlError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+def test_what_the_hub_refuses_is_said_in_one_line_with_the_remedy(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", HUB, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done.stderr
+    assert "gated/model cannot be loaded" in lines[0] and "accept the licence at hf.co/gated/model" in lines[0]
+    assert "there is no folder absent/model" in lines[1] and "check the name" in lines[1]
+    assert "it has no revision abc: check model.revision" in lines[2]

@@ -80,7 +80,9 @@ def test_adapters_are_float32_masters_on_a_bfloat16_base() -> None:
 
 
 def test_a_sibling_shares_everything_but_the_transformer(policy: FluxPolicy) -> None:
-    twin = policy.sibling(torch.nn.Linear(1, 1))
+    other = torch.nn.Linear(1, 1)
+    twin = policy.sibling(other)
+    assert twin.transformer is other and policy.transformer is not other
     assert twin.vae is policy.vae and twin.text_encoder is policy.text_encoder and twin.latent_shape == (64, 16)
 
 
