@@ -22,17 +22,14 @@ from solrl.groups import candidate_seed, noise
 from solrl.models.base import adapter, add_adapters, lora_state, quiet_loading
 from solrl.models.flux import FluxPolicy
 from solrl.objectives.nft import nft_loss
-from solrl.quant.backends import EMULATED, FULL, choose_backend, fp8_layer, nvfp4_layer
+from solrl.quant.backends import EMULATED, FULL, choose_backend, fp8_layer, nvfp4_layer, try_layer
 from solrl.quant.emulated import EmulatedLinear
-from solrl.quant.linear import QuantLinear, SharedInput
+from solrl.quant.linear import QuantLinear
 from solrl.quant.native import StandInLinear
-from solrl.quant.proof import prove_kind
 from solrl.quant.te import TELinear, transformer_engine
 from solrl.quant.trees import RolloutTrees
 
 WIDTH = 80
-SHAPE = (384, 256)
-"""(out, in) of the layer that is proved in each format."""
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 KNOWN_SEED = 0x7EF32BA9C17C9B9BF6B62BA9FB407787
 KNOWN_SUM = -15.281768277520314
@@ -164,10 +161,8 @@ def _formats(device: torch.device) -> list[Finding]:
 
 
 def _try_format(name: str, kind: type[QuantLinear], device: torch.device) -> Finding:
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    like = kind(torch.ones(SHAPE, dtype=dtype, device=device), None, dtype=dtype, name=name, shared=SharedInput())
     try:
-        proof = prove_kind(like, name=name)
+        proof = try_layer(kind, device)
     except SolrlError as error:
         return Finding(name, False, str(error))
     return Finding(

@@ -42,7 +42,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-        monkeypatch.setattr(backends, "_try", attempt)
+        monkeypatch.setattr(backends, "try_layer", attempt)
 
     return pretend
 
@@ -77,6 +77,17 @@ def test_a_format_that_cannot_run_is_an_error_with_the_reason_and_what_would_wor
     for precision in ("auto", "fp8", "full", "emulated_nvfp4"):
         with pytest.raises(UsageError, match=r"explore\.backend = te is for explore\.precision = nvfp4 only"):
             choose_backend(explore(precision, "te"), GPU)
+
+
+def test_a_kernel_that_runs_but_computes_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_precision(self: Fp8Linear, codes: Any, scale: Any, weight_scale: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight_values().to(x.dtype), self.bias)
+
+    monkeypatch.setattr(Fp8Linear, "_scaled_mm", full_precision)
+    with pytest.raises(
+        UsageError, match=r"explore\.precision = fp8 cannot run here: .* is not proved to run in FP8: .*; use"
+    ):
+        choose_backend(explore("fp8"), CPU)
 
 
 @pytest.mark.parametrize(

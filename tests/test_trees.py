@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from solrl.errors import SolrlError
 from solrl.quant import emulated as emulated_module
 from solrl.quant import trees as trees_module
-from solrl.quant.backends import EMULATED, FULL, Backend
+from solrl.quant.backends import EMULATED, FP8, FULL, Backend
 from solrl.quant.emulated import EmulatedLinear
-from solrl.quant.linear import QuantLinear, SharedInput
+from solrl.quant.linear import Place, QuantLinear, SharedInput
 from solrl.quant.trees import RolloutTrees
 from solrl.types import LoraPair
 
@@ -372,3 +372,50 @@ def test_the_report_tells_formats_and_the_share_of_work(shared_model: Any) -> No
     assert "nvfp4" in trees.report()[0] or "full" in trees.report()[0]
     assert trees.report()[-1].endswith("of the linear layers' work is quantized")
     assert 50 < float(trees.report()[-1].split("%")[0]) < 100
+
+
+def test_an_fp8_explorer_is_synced_proved_and_needs_no_scales(shared_model: Any) -> None:
+    trees, adapters = ready(shared_model, FP8), pairs(shared_model)
+    assert trees.activation_scales() == {}
+    full, quantized = forward(trees.rollout), forward(trees.explorer)
+    assert 0.001 < (quantized - full).norm() / full.norm() < 0.1
+    proof = trees.prove(adapters)
+    assert proof is not None and proof.num_layers == len(trees.quant_layers()) and set(proof.fingerprint) == {"fp8"}
+    assert torch.equal(forward(trees.explorer, mates=0)[0], forward(trees.explorer, mates=3)[0])
+    pointers = [buffer.data_ptr() for buffer in trees.explorer.buffers()]
+    assert trees.requantize_(scaled(adapters, 2)).changed_bytes > 1000
+    assert not torch.equal(forward(trees.explorer), quantized)
+    assert [buffer.data_ptr() for buffer in trees.explorer.buffers()] == pointers
+    assert trees.num_products(calls=3) == {"fp8": 3 * len(trees.quant_layers())}
+
+
+def test_the_proof_names_a_layer_that_stayed_behind(shared_model: Any) -> None:
+    for backend in (EMULATED, FP8):
+        trees, adapters = ready(shared_model, backend), pairs(shared_model)
+        assert trees.prove(adapters) is not None
+        with pytest.raises(SolrlError, match=rf"^{trees.adapted[0]} is not proved"):
+            trees.prove(scaled(adapters, 3))
+    assert RolloutTrees(shared_model, FULL).prove(adapters) is None
+
+
+def test_calibration_finds_out_which_layers_read_one_tensor(shared_model: Any) -> None:
+    trees = ready(shared_model)
+    places = {name.removeprefix("single_transformer_blocks.0."): layer.place for name, layer in
+              trees.quant_layers().items() if name.startswith("single")}  # fmt: skip
+    assert sorted(places.values()) == sorted(
+        [Place(True, False), Place(False, False), Place(False, False), Place(False, True), Place(True, True)]
+    )
+    assert places["proj_out"] == Place(True, True)
+
+
+def test_layers_of_one_explorer_may_differ_in_format(shared_model: Any) -> None:
+    trees = RolloutTrees(shared_model, EMULATED, [("*attn*", "fp8"), ("*ff*", "auto"), ("*proj_mlp", "auto")])
+    trees.requantize_(pairs(shared_model))
+    with trees.calibration():
+        forward(trees.explorer)
+    trees.set_activation_scales_()
+    assert {layer.number_format for layer in trees.quant_layers().values()} == {"fp8", "nvfp4"}
+    proof = trees.prove(pairs(shared_model))
+    assert proof is not None and set(proof.fingerprint) == {"fp8", "nvfp4"}
+    assert set(trees.activation_scales()) == {name for name in trees.quant_layers() if "attn" not in name}
+    assert bool(forward(trees.explorer).isfinite().all())

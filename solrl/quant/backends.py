@@ -13,18 +13,21 @@ from typing import Literal, TypeAlias
 import torch
 
 from solrl.config import ExploreConfig
-from solrl.errors import UsageError
+from solrl.errors import SolrlError, UsageError
 from solrl.quant.bounds import SPEEDS, Bounds
 from solrl.quant.emulated import EmulatedLinear
 from solrl.quant.fp8 import Fp8Linear, Fp8TensorLinear
 from solrl.quant.linear import QuantLinear, SharedInput
 from solrl.quant.native import NativeLinear
+from solrl.quant.proof import LayerProof, prove_kind
 from solrl.quant.te import TELinear
 
 Precision: TypeAlias = Literal["full", "fp8", "nvfp4", "emulated_nvfp4"]
 
 FP4_CAPABILITY = (10, 0)
 FP8_CAPABILITY = (8, 9)
+TRIED_SHAPE = (384, 256)
+"""(out, in) of the layer that a back end is tried with."""
 
 
 @dataclass(frozen=True)
@@ -123,23 +126,21 @@ def _lacking(name: str, capability: tuple[int, int], device: torch.device) -> st
     return None
 
 
+def try_layer(kind: type[QuantLinear], device: torch.device) -> LayerProof:
+    """Prove a layer of ``kind`` on ``device``; SolrlError, or what its kernel raises, where it is not right."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    like = torch.ones(TRIED_SHAPE, dtype=dtype, device=device)
+    return prove_kind(kind(like, None, dtype=dtype, shared=SharedInput()), name=f"a layer of {kind.kernel}")
+
+
 def _first_that_runs(kinds: list[type[QuantLinear]], device: torch.device) -> type[QuantLinear] | str:
-    """The first layer whose kernel takes our arguments, or the last one's refusal."""
+    """The first layer that is proved here, or why the last one is not."""
     refusal = ""
     for kind in kinds:
         try:
-            _try(kind, device)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
+            try_layer(kind, device)
+        except (RuntimeError, ValueError, NotImplementedError, SolrlError) as error:
             refusal = f"{kind.kernel}: {str(error).strip().splitlines()[0]}"
         else:
             return kind
     return refusal
-
-
-def _try(kind: type[QuantLinear], device: torch.device) -> None:
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    ones = torch.ones(128, 128, dtype=dtype, device=device)
-    layer = kind(ones, ones[0], dtype=dtype, shared=SharedInput())
-    if layer.needs_calibration:
-        layer.set_act_amax_(1.0)
-    layer(ones).sum().item()  # a kernel that fails later fails here
