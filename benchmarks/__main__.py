@@ -27,6 +27,7 @@ BENCHMARKS = {
     "headroom": "SIMULATED: share of time below 20 % of a stage's peak beside PivotRL's Figure 3",
     "horizon": "SIMULATED: throughput and shifts over the planner's horizon beside PivotRL's Figure 14",
     "migration": "SIMULATED: what moving a job costs beside PivotRL's Table 3",
+    "modes": "SIMULATED: seconds of a diffusion step in each runtime mode, by model, judge and staleness",
     "auto_regret": "SIMULATED: the regret of runtime.mode = auto over a grid of workloads",
 }
 

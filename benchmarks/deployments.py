@@ -157,7 +157,7 @@ def draw_png(name: str, results: dict[str, Result], path: Path) -> None:
         axes[1][column].set_xlabel("simulated seconds")
     axes[0][0].set_ylabel("GPUs")
     axes[1][0].set_ylabel("tokens a second")
-    axes[0][0].legend(frameon=False, fontsize=8, loc="upper right")
+    axes[0][0].legend(fontsize=8, loc="lower left")
     figure.suptitle(name, fontsize=10)
     save_figure(figure, path)
     plt.close(figure)

@@ -33,6 +33,7 @@ def tiny(tmp_path: Path) -> str:
         ("strategies", ["--workloads"]),
         ("horizon", ["--only-horizon", "--workload"]),
         ("headroom", ["--workload"]),
+        ("modes", ["--workloads"]),
     ],
 )
 def test_simulated_numbers_are_labelled_fit_the_page_and_are_in_the_file(
