@@ -107,7 +107,7 @@ def measure(setting: Setting, change: str, options: Any) -> dict[str, Any]:
         "name": change or setting.name, "gpus": setting.cluster.gpus, "cpu_s": cpu, "results": results,
         "throughput": {name: result.throughput for name, result in results.items()},
         "shifts_per_step": results["shiftable"].num_shifts / setting.batch.num_batches,
-        "paper": {} if change else setting.paper.get("throughput", {}),
+        "paper": {} if change or options.gpus or options.set else setting.paper.get("throughput", {}),
     }  # fmt: skip
     if not options.no_tuning:
         tuned = tuned_split(setting, sample, max(setting.explore.gpus, setting.score.gpus))

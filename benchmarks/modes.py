@@ -18,7 +18,7 @@ CLIP_S = 0.004
 JUDGES = ("none", "200 tokens", "800 tokens")
 NOTES = """\
   async         scoring on GPUs of its own beside exploring, all GPUs train; the best split (explore/score)
-  shift         the planner's; x is its time saved: colocated over shiftable, async over shiftable
+  shift         the planner moves GPUs; x: time of colocated, and of async, over it
   bound         GPU-seconds of exploring, regenerating and training over the GPUs: no judge, nothing idle"""
 
 
@@ -40,10 +40,14 @@ def main(argv: Sequence[str]) -> int:
                 by_mode = {one.mode: one for one in search(setting, [draw(setting, options.seed)], [setting])}
                 stay = by_mode["colocated"].seconds_per_batch
                 other, shift = by_mode.get("async_score"), by_mode.get("shiftable")
-                cells = ["-"] * 4 if other is None or shift is None else [
-                    f"{other.seconds_per_batch:.1f} {'/'.join(map(str, other.split))}", f"{shift.seconds_per_batch:.1f}",
-                    f"{stay / shift.seconds_per_batch:.2f}", f"{other.seconds_per_batch / shift.seconds_per_batch:.2f}",
-                ]  # fmt: skip
+                cells = ["-"] * 4
+                if other is not None and shift is not None:
+                    cells = [
+                        f"{other.seconds_per_batch:.1f} {'/'.join(map(str, other.split))}",
+                        f"{shift.seconds_per_batch:.1f}",
+                        f"{stay / shift.seconds_per_batch:.2f}",
+                        f"{other.seconds_per_batch / shift.seconds_per_batch:.2f}",
+                    ]
                 rows.append(
                     [base.name.split(",")[0], judge, str(staleness), f"{stay:.1f}", *cells, f"{bound(setting):.1f}"]
                 )

@@ -115,6 +115,14 @@ def test_the_head_of_the_queue_blocks_when_it_fits_nowhere() -> None:
     assert [item.job for item in found.waiting] == [2, 3]
 
 
+def test_what_the_new_replicas_cannot_take_goes_to_the_old_ones_and_nothing_that_runs_moves() -> None:
+    limits = Limits(FAST, capacity_jobs=3)
+    queue = [Item(float(k), k, 10.0) for k in range(10, 15)]
+    found = shift_up(limits, [load(0, [500.0, 20.0], 0), load(1, [600.0], 5)], queue, [7])
+    assert [(move.source, move.target) for move in found.moves] == [(None, 7)] * 3 + [(None, 0), (None, 1)]
+    assert found.waiting == []
+
+
 def test_equal_replicas_are_filled_from_the_lowest() -> None:
     queue = [Item(float(k), k, 10.0) for k in range(4)]
     found = shift_down(Limits(Coefficients(0, 0, 1e-3, 1e-3)), [load(s, [], 0) for s in (2, 5, 9)], queue, [])

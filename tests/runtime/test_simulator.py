@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from solrl.errors import SolrlError, UsageError
-from solrl.runtime.progress import Progress
-from solrl.runtime.roles import EXPLORE, SCORE, TRAIN, Cluster
+from solrl.runtime.planner import ShiftPlan
+from solrl.runtime.progress import Progress, Task
+from solrl.runtime.roles import EXPLORE, SCORE, TRAIN, Cluster, Working
 from solrl.runtime.simulator import Deployment, Simulation, simulate
 from solrl.runtime.strategies import (
     Fixed,
@@ -51,6 +52,60 @@ def test_every_deployment_ends_with_every_job_done_once_and_no_gpu_in_two_roles(
         assert sum(moment.gpus.values()) <= 8
         assert moment.gpus[TRAIN] in (0, deployment.num_train_gpus)
     assert run.outstanding == {EXPLORE: 0, SCORE: 0}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_job_ends_after_exactly_its_rounds_however_often_it_moved(seed: int) -> None:
+    setting = tiny_setting(**{"batch.num_groups": 40, "planner.period_s": 1.0, "planner.minimum_gain": 0.0,
+                              "planner.pause_s": 0.0, "planner.shift_s": 0.0, "explore.up_s": 0.1})  # fmt: skip
+    sample = draw(setting, seed)
+    run = Simulation(setting, sample, shiftable(setting, 2))
+    plain, ends = run.progress.finished, dict[int, float]()
+
+    def finished(role: Working, job: int, length: float) -> list[Task]:
+        if role == EXPLORE:
+            ends[job] = length
+        else:
+            assert length == pytest.approx(ends[job] + sample.score[job], abs=1e-3)
+        return plain(role, job, length)
+
+    run.progress.finished = finished  # type: ignore[method-assign]
+    result = run.run()
+    assert result.num_moved > 50
+    for job, length in ends.items():
+        assert length == pytest.approx(50.0 + sample.explore[job], abs=1e-3)
+
+
+class ThereAndBack:
+    """A second replica comes, and goes again."""
+
+    period_s = 0.5
+
+    def start(self, run: Simulation) -> dict[Working, list[int]]:
+        return {EXPLORE: [0], SCORE: [3]}
+
+    def decide(self, run: Simulation) -> ShiftPlan | None:
+        there = 1 in run.schedulers[EXPLORE].replicas
+        if run.t == 0.5 and not there:
+            return ShiftPlan(EXPLORE, (1,), ())
+        return ShiftPlan(EXPLORE, (), ((EXPLORE, 1),)) if run.t == 1.0 and there else None
+
+
+def test_a_job_that_comes_back_to_its_replica_still_has_what_it_had_to_go() -> None:
+    setting = by_hand(**{"batch.num_batches": 1, "explore.prefill_tokens_per_s": 100, "passes.0.prompt_tokens": 1,
+                         "explore.a_s": 1e-6, "planner.pause_s": 100})  # fmt: skip
+    rounds = [150.0 - job for job in range(24)]  # the low ids, which move first, have the longest way to go
+    run = Simulation(setting, Sample(rounds, [1.0] * 24), Deployment("there and back", ThereAndBack(), 2, True, 0))
+    ends, plain = dict[int, float](), run.progress.finished
+
+    def finished(role: Working, job: int, length: float) -> list[Task]:
+        if role == EXPLORE:
+            ends[job] = length
+        return plain(role, job, length)
+
+    run.progress.finished = finished  # type: ignore[method-assign]
+    assert run.run().num_moved > 12
+    assert ends == pytest.approx({job: 1 + rounds[job] for job in range(24)}, abs=1e-3)
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
