@@ -11,7 +11,7 @@ from pathlib import Path
 from solrl.errors import UsageError
 from solrl.runtime.simulator import Deployment, Result, simulate
 from solrl.runtime.strategies import colocated, disaggregated, rollout_reward_colocated, shiftable
-from solrl.runtime.workload import Sample, Setting, draw, load_setting
+from solrl.runtime.workload import Sample, Setting, load_setting
 
 FOLDER = Path(__file__).parent / "workloads"
 LABEL = "SIMULATED from the assumptions in benchmarks/workloads; no GPU was used. paper: measured there on H20 GPUs"
@@ -98,8 +98,3 @@ def tuned_split(setting: Setting, sample: Sample, grain: int) -> Tuned:
             step = max(grain, step // 2 // grain * grain)
         else:
             return known[here]
-
-
-def mean_throughput(setting: Setting, deployment: Deployment, seeds: Sequence[int]) -> float:
-    """Over samples of lengths."""
-    return sum(simulate(setting, draw(setting, seed), deployment).throughput for seed in seeds) / len(seeds)

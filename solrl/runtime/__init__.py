@@ -1,5 +1,5 @@
 """The resource-shiftable runtime: jobs, roles and parameters; it knows nothing of diffusion.
 
-PivotRL (arXiv 2610.16866). Pure parts, without torch, clock or device: roles, throughput, migration, scheduler,
-planner, workload, simulator, advisor.
+PivotRL (arXiv 2610.16866). The pure parts, without torch, clock or device: roles, throughput, migration, scheduler,
+planner and transfer decide; workload, progress, strategies and simulator play whole runs; advisor picks a mode.
 """

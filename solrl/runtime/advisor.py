@@ -1,8 +1,7 @@
 """``runtime.mode = auto``: simulate the modes on profiled coefficients and pick one. "Stay colocated" is an answer.
 
-What is profiled is not exact, so every mode is simulated under the coefficients as given and as they might be off,
-with the same lengths for all; a mode other than colocated must win by a margin on average, and may not lose much in
-any of the cases.
+Every mode is simulated with the same lengths and its split is searched; another mode than colocated must win by a
+margin. What is profiled is not exact, so the coefficients may be taken as given and as they might be off.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from solrl.runtime.workload import Sample, Setting
 
 MARGIN = 0.01
 """What another mode must win over colocated."""
-GOLDEN = 0.5
-"""Part of the interval of splits that a step of the search keeps."""
 
 
 @dataclass(frozen=True)

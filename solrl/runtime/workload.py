@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -307,11 +307,3 @@ def load_sample(path: Path, setting: Setting) -> Sample:
 
 def _repeated(values: Sequence[float], count: int) -> list[float]:
     return [values[place % len(values)] for place in range(count)]
-
-
-def mean_lengths(samples: Iterable[Sample]) -> tuple[float, float]:
-    """Mean rounds of exploring and of scoring."""
-    rows = list(samples)
-    explore = [value for sample in rows for value in sample.explore]
-    score = [value for sample in rows for value in sample.score]
-    return sum(explore) / len(explore), sum(score) / len(score)
