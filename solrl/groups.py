@@ -117,6 +117,18 @@ def group_advantages(rewards: Tensor, present: Tensor | None = None, std: str = 
     return ((rewards - mean) / (spread + 1e-4) * weight).float()
 
 
+def standardized_sum(parts: Tensor, weights: Sequence[float], present: Tensor) -> Tensor:
+    """[G, N, R] rewards -> [G, N] float64, the weighted sum of (r - mean) / (std + 1e-4), each within its group (GDPO).
+
+    A missing candidate (``present`` [G, N] false) counts nowhere and gets 0. arXiv 2601.05242.
+    """
+    counts = present.double().unsqueeze(-1)
+    number = counts.sum(1, keepdim=True).clamp(min=1)
+    offset = (parts.double() - (parts.double() * counts).sum(1, keepdim=True) / number) * counts
+    spread = (offset.square().sum(1, keepdim=True) / number).sqrt()
+    return (offset / (spread + 1e-4)) @ torch.tensor(weights, dtype=torch.float64)
+
+
 def restrict(scores: Scores, selection: Selection) -> Scores:
     """The kept candidates' scores and latents, renumbered to [len(groups), K]."""
     pool = scores.values.shape[1]
@@ -126,4 +138,5 @@ def restrict(scores: Scores, selection: Selection) -> Scores:
         values=scores.values[rows, selection.indices],
         present=scores.present[rows, selection.indices],
         clean={new: scores.clean[old] for new, old in enumerate(flat) if old in scores.clean},
+        standardized=None if scores.standardized is None else scores.standardized[rows, selection.indices],
     )

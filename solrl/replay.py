@@ -155,7 +155,9 @@ def _find(entries: list[LedgerEntry], step: int, candidate: int, prompt_index: i
 
 
 def _refuse_code(run_dir: Path, config: Config) -> None:
-    for key, name in (("model.family", config.model.family), ("reward.name", config.reward.name)):
+    weights = config.reward.options.get("weights", {})  # of a sum: names of rewards
+    named = [("reward.options.weights", name) for name in (weights if isinstance(weights, dict) else {})]
+    for key, name in (("model.family", config.model.family), ("reward.name", config.reward.name), *named):
         if ":" in name:
             raise UsageError(f"{run_dir} runs code of its own ({key} = {name}); pass --trust-code if you trust it")
 

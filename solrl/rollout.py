@@ -16,7 +16,7 @@ from solrl.clock import Stopwatch
 from solrl.compute import drawing
 from solrl.config import BatchConfig, StageConfig
 from solrl.distributed import World
-from solrl.groups import noise
+from solrl.groups import noise, standardized_sum
 from solrl.samplers import sample
 from solrl.types import Conditioning, Policy, Reward, RewardFailed, Rollouts, Scores, Seeds, SolrlError
 
@@ -66,11 +66,11 @@ def score(
 
     Raises SolrlError when the reward fails or answers with NaN, inf or a wrong shape. A rank without samples joins in.
     """
-    board = ScoreBoard(shape)
+    board = ScoreBoard(shape, part_weights(reward))
     for part in rollouts:
         with clock.phase("score"):
             _require_finite(part)
-            board.add(part, *call_reward(reward, part.images, part.prompts))
+            board.add(part, *call_parts(reward, part.images, part.prompts))
     return board.gather(world)
 
 
@@ -88,14 +88,15 @@ def _require_finite(part: Rollouts) -> None:
 class ScoreBoard:
     """Scores of a stage as they come in, by flat position."""
 
-    def __init__(self, shape: tuple[int, int]) -> None:
-        self.shape = shape
-        self.values = torch.zeros(shape[0] * shape[1], dtype=torch.float64)
+    def __init__(self, shape: tuple[int, int], weights: tuple[float, ...] | None = None) -> None:
+        self.shape, self.weights = shape, weights
+        size = (shape[0] * shape[1],) if weights is None else (shape[0] * shape[1], len(weights))
+        self.values = torch.zeros(size, dtype=torch.float64)
         self.present = torch.zeros(shape[0] * shape[1], dtype=torch.int64)
         self.clean: dict[int, Tensor] = {}
 
     def add(self, part: Rollouts, values: Tensor, present: Tensor) -> None:
-        """Enter one micro-batch's scores and keep its clean latents."""
+        """Enter one micro-batch's scores, [b] or with weights [b, R], and keep its clean latents."""
         self.values[part.index] = values
         self.present[part.index] = present.long()
         self.clean.update(zip(part.index.tolist(), part.clean, strict=True))
@@ -104,11 +105,31 @@ class ScoreBoard:
         """All ranks' scores together; latents stay where they are."""
         world.sum_(self.values)
         world.sum_(self.present)
-        return Scores(self.values.view(self.shape), self.present.view(self.shape) == 1, self.clean)
+        present = self.present.view(self.shape) == 1
+        if self.weights is None:
+            return Scores(self.values.view(self.shape), present, self.clean)
+        parts = self.values.view(*self.shape, len(self.weights))
+        total = parts @ torch.tensor(self.weights, dtype=torch.float64)
+        return Scores(total, present, self.clean, standardized_sum(parts, self.weights, present))
+
+
+def part_weights(reward: Reward) -> tuple[float, ...] | None:
+    """The weights of a reward of several parts, None for one of a single score."""
+    weights = getattr(reward, "part_weights", None)
+    return None if weights is None else tuple(weights)
 
 
 def call_reward(reward: Reward, images: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:
     """(values [B] float64, present [B] bool) on the CPU, checked; a missing value is 0 and counts nowhere."""
+    values, present = call_parts(reward, images, prompts)
+    weights = part_weights(reward)
+    return values if weights is None else values @ torch.tensor(weights, dtype=torch.float64), present
+
+
+def call_parts(reward: Reward, images: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:
+    """The same, but with values [B, R], unweighted, where the reward has R parts."""
+    weights = part_weights(reward)
+    wanted = (len(prompts),) if weights is None else (len(prompts), len(weights))
     try:
         answer = reward(images, prompts)
     except SolrlError:
@@ -116,18 +137,20 @@ def call_reward(reward: Reward, images: Tensor, prompts: list[str]) -> tuple[Ten
     except Exception as error:  # somebody else's code: name it and stop
         raise RewardFailed(f"reward {reward.name!r} failed: {type(error).__name__}: {error}") from error
     values, present = answer if isinstance(answer, tuple) else (answer, torch.ones(len(prompts), dtype=torch.bool))
-    if not (isinstance(values, Tensor) and values.shape == present.shape == (len(prompts),)):
+    if not (isinstance(values, Tensor) and values.shape == wanted and present.shape == wanted[:1]):
         shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise RewardFailed(f"reward {reward.name!r} must return a float tensor of shape ({len(prompts)},), got {shape}")
+        raise RewardFailed(f"reward {reward.name!r} must return a float tensor of shape {wanted}, got {shape}")
     values, present = values.detach().double().cpu(), present.detach().bool().cpu()
-    bad = (present & ~torch.isfinite(values)).nonzero().flatten()
+    there = present if weights is None else present.unsqueeze(1)
+    finite = torch.isfinite(values) if weights is None else torch.isfinite(values).all(1)
+    bad = (present & ~finite).nonzero().flatten()
     if len(bad):
         first = int(bad[0])
         raise RewardFailed(
-            f"reward {reward.name!r} returned {values[first].item()} for {len(bad)} of {len(prompts)} images, first "
+            f"reward {reward.name!r} returned {values[first].tolist()} for {len(bad)} of {len(prompts)} images, first "
             f"for prompt {prompts[first]!r}: fix the reward, or report such candidates as missing"
         )
-    return torch.where(present, values, torch.zeros_like(values)), present
+    return torch.where(there, values, torch.zeros_like(values)), present
 
 
 def exchange_clean(scores: Scores, latent_shape: Sequence[int], world: World) -> dict[int, Tensor]:

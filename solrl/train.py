@@ -88,7 +88,7 @@ def select(proxy: Scores | None, config: Config) -> Selection:
     """The contrastive half of each explored group; everything where nothing was explored."""
     keep = config.regenerate.group_size
     if proxy is not None:
-        return select_contrastive(proxy.values, keep, proxy.present)
+        return select_contrastive(proxy.signal, keep, proxy.present)
     groups = config.prompts.per_step
     return Selection(list(range(groups)), torch.arange(keep).repeat(groups, 1), {})
 
@@ -104,7 +104,7 @@ def update(session: Session, rewards: Scores, seeds: Seeds, conditioning: Condit
     data = TrainingSet(
         seeds=[seed for row in seeds for seed in row],
         groups=[group for group, row in enumerate(seeds) for _ in row],
-        advantages=group_advantages(rewards.values, rewards.present, config.train.advantage_std).flatten(),
+        advantages=group_advantages(rewards.signal, rewards.present, config.train.advantage_std).flatten(),
         weights=rewards.present.flatten().float(),
         clean=clean,
         conditioning=conditioning,

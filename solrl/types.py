@@ -90,6 +90,8 @@ class Reward(Protocol):
 
     A candidate it cannot judge (an unreadable reply of a generative judge, say) is *missing*: return the pair
     ``(values, is_present)`` with ``is_present`` a bool tensor [B]. NaN and inf are failures, never "missing".
+    With an attribute ``part_weights``, R numbers, it returns R rewards an image, [B, R]; training standardizes each
+    within its group before the weighted sum, and all else sees the plain weighted sum.
     """
 
     name: str
@@ -127,3 +129,9 @@ class Scores:
     values: Tensor  # [G, N] float64 on the CPU; 0 where missing
     present: Tensor  # [G, N] bool on the CPU
     clean: dict[int, Tensor]  # flat position -> clean latents, only of the samples this rank drew
+    standardized: Tensor | None = None  # [G, N] float64, for a reward of several parts (groups.standardized_sum)
+
+    @property
+    def signal(self) -> Tensor:
+        """[G, N] what training goes by."""
+        return self.values if self.standardized is None else self.standardized

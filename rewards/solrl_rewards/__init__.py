@@ -26,6 +26,7 @@ REWARDS = {
     "ocr": "solrl_rewards.ocr:Ocr",
     "generative": "solrl_rewards.generative:Generative",
     "weighted_sum": "solrl_rewards.weighted_sum:WeightedSum",
+    "normalized_sum": "solrl_rewards.normalized_sum:NormalizedSum",
     "remote": "solrl_rewards.remote:Remote",
 }
 

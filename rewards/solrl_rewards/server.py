@@ -79,10 +79,12 @@ class RewardServer(ThreadingHTTPServer):
             with self._scoring:
                 answer = self.reward(images.to(self.device), prompts)
             values, present = answer if isinstance(answer, tuple) else (answer, torch.ones(len(prompts)))
+            if values.shape != (len(prompts),):
+                raise ValueError(f"{len(prompts)} scores are wanted, not shape {list(values.shape)}")
             scores = [v if there else None for v, there in zip(values.tolist(), present.tolist(), strict=True)]
         except Exception as error:  # somebody else's code: the client gets to know
             raise Refused(500, f"reward {self.reward.name!r} failed: {type(error).__name__}: {error}") from error
-        if len(scores) != len(prompts) or any(score is not None and not math.isfinite(score) for score in scores):
+        if any(score is not None and not math.isfinite(score) for score in scores):
             raise Refused(500, f"reward {self.reward.name!r} returned {scores} for {len(prompts)} images")
         return scores
 

@@ -65,3 +65,14 @@ def test_a_part_that_turns_nan_is_named() -> None:
 def test_wrong_options_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_reward("weighted_sum", **options)
+
+
+def test_a_normalized_sum_hands_over_its_parts_and_their_weights() -> None:
+    weights = {"tests.parts:Redness": 2, f"{HERE}:Blueness": -0.5}
+    images = torch.rand(3, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    images[1, 2] = 0
+    reward = load_reward("normalized_sum", weights=weights)
+    parts, present = reward(images, ["a", "b", "c"])
+    total, same = load_reward("weighted_sum", weights=weights)(images, ["a", "b", "c"])
+    assert parts.shape == (3, 2) and torch.equal(present, same)
+    torch.testing.assert_close(parts @ torch.tensor(reward.part_weights), total)
