@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.metadata
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -44,8 +45,8 @@ class Reward(Protocol):
 
 
 def load_reward(name: str, **options: object) -> Reward:
-    """The reward of this name in REWARDS, or what `package.module:Class` makes, with these options."""
-    module_name, colon, attribute = REWARDS.get(name, name).partition(":")
+    """The reward of this name in REWARDS or among installed packages' entry points, or `package.module:Class`."""
+    module_name, colon, attribute = (REWARDS.get(name) or _entry_point(name) or name).partition(":")
     if not colon:
         raise ValueError(f"unknown reward {name!r}; {_suggestion(name)}")
     try:
@@ -65,6 +66,16 @@ def load_reward(name: str, **options: object) -> Reward:
             f"reward {name!r} has no option {unknown[0]!r}; its options are {', '.join(parameters) or 'none'}"
         )
     return make(**options)
+
+
+def _entry_point(name: str) -> str | None:
+    """What an installed package offers under this name in the group `solrl.rewards`, as module:Class."""
+    found = {entry.value for entry in importlib.metadata.entry_points(group="solrl.rewards", name=name)}
+    if len(found) > 1:
+        raise ValueError(
+            f"several packages offer a reward {name!r} ({', '.join(sorted(found))}): name one as it stands"
+        )
+    return found.pop() if found else None
 
 
 def _suggestion(name: str) -> str:
