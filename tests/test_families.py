@@ -23,9 +23,10 @@ from solrl.models.base import WEIGHTS, DiffusersPolicy
 from solrl.quant.backends import FULL
 from solrl.quant.trees import RolloutTrees
 from solrl.samplers import sample
+from solrl.train import train
 from solrl.types import SolrlError, UsageError
 from tests.families import FAMILIES, diffusers_call, family_config, save_random_pipeline
-from tests.parts import CPU
+from tests.parts import CPU, tiny_config
 
 PROMPTS = ["a red circle left of a blue square", "a green cross above"]
 CFG = pytest.mark.parametrize("cfg_scale", [1.0, 3.0])
@@ -299,6 +300,35 @@ def test_damaged_weights_are_named(folders: dict[str, Path], tmp_path: Path) -> 
 def test_a_model_that_is_not_here_is_named_with_the_remedy(path: str, says: str) -> None:
     with pytest.raises(SolrlError, match=f"model.path {path} cannot be loaded: there is no folder {path}.*{says}"):
         load_policy(family_config("flux", path), CPU)
+
+
+@pytest.mark.slow
+def test_a_quantized_run_with_cfg_trains_and_its_export_draws_the_same_in_diffusers(
+    family: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = {"family": family, "path": str(folders[family]), "cfg_scale": 2.0}
+    base = tiny_config()
+    config = tiny_config(
+        tmp_path / "run",
+        model=base.model.model_dump() | model,
+        explore={"precision": "emulated_nvfp4"},
+        train={"num_steps": 2, "learning_rate": 0.03},
+        reward={"name": "tests.parts:Redness"},
+    )
+    folder = train(config)
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics if "loss/policy" in line] == [1, 2]
+    start = {"init_lora": str(folder / "lora"), "cfg_scale": 2.0, "guidance": base.model.guidance}
+    policy = load(family, folders, model=start, lora={"rank": 4})
+    with adapter(policy.transformer, None):
+        before = policy.decode(draw(policy))
+    ours = policy.decode(draw(policy))
+    assert (ours - before).abs().max() > 5e-3, "two steps moved the images"
+    pipeline = type(policy.pipeline).from_pretrained(folders[family])
+    pipeline.load_lora_weights(folder / "lora")
+    call = diffusers_call(config, policy.sigmas(4))
+    theirs = pipeline(PROMPTS, latents=noise(range(2), policy.latent_shape), output_type="pt", **call).images
+    assert (theirs - ours).abs().max() < 1e-3
 
 
 HUB = """
