@@ -26,7 +26,7 @@ from solrl.session import Session, open_reward, open_session
 from solrl.settings import load_config
 from solrl.types import Policy
 
-PRECISIONS = ("full", "emulated_nvfp4")
+PRECISIONS = ("full", "fp8", "nvfp4", "emulated_nvfp4")
 MADE_BY = "ranking_fidelity"
 """The benchmark whose JSON file holds candidates."""
 
