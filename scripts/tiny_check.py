@@ -57,7 +57,8 @@ def check(args: argparse.Namespace) -> None:
         for num_steps in args.num_steps:
             images = sample(pipeline, prompts, num_steps)
             for reward_name, reward in rewards.items():
-                scores = reward(images, prompts)
+                answer = reward(images, prompts)
+                scores = answer[0] if isinstance(answer, tuple) else answer
                 print(f"{name} {num_steps} steps: {reward_name} {scores.mean():.3f} +- {scores.std():.3f}", flush=True)
         shown.append(images[:64])
     save_grid(torch.cat(shown), 16, args.grid)
