@@ -163,8 +163,7 @@ def _timed_parts(session: Session) -> list[tuple[Any, str, str]]:
     return [
         (policy, "velocity", "velocity"),
         (policy, "decode", "decode"),
-        (rollout, "call_reward", "scoring"),
-        (evaluate, "call_reward", "scoring"),
+        (rollout, "call_parts", "scoring"),
         (torch.Tensor, "backward", "backward"),
         (policy, "encode", "encode prompts"),
         (rollout, "noise", "noise from seeds"),

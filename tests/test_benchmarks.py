@@ -248,9 +248,9 @@ def test_watching_ends_with_what_was_there() -> None:
 @pytest.mark.slow
 def test_the_parts_of_a_step_add_up_to_it() -> None:
     module = importlib.import_module("solrl.rollout")
-    before = module.call_reward
+    before = module.call_parts
     steps = measure(tiny_config(), 3)
-    assert module.call_reward is before
+    assert module.call_parts is before
     assert len(steps) == 2
     for step in steps:
         assert all(step.parts[name] > 0 for name in MODEL)
