@@ -157,8 +157,8 @@ def _timed_parts(session: Session) -> list[tuple[Any, str, str]]:
     from solrl.tracking import Tracking
 
     # by path: some of these names are functions in solrl itself
-    names = ("train", "rollout", "learner", "evaluate", "recorder", "ledger")
-    train, rollout, learner, evaluate, recorder, ledger = (importlib.import_module(f"solrl.{name}") for name in names)
+    names = ("train", "rollout", "learner", "recorder", "ledger")
+    train, rollout, learner, recorder, ledger = (importlib.import_module(f"solrl.{name}") for name in names)
     policy, learner_class = type(session.policy), type(session.learner)
     return [
         (policy, "velocity", "velocity"),
