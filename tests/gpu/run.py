@@ -165,12 +165,13 @@ def formats_of(report: Report) -> dict[str, type[QuantLinear]]:
                     torch.ones(128, 128, device=report.device, dtype=torch.bfloat16)
                 ).sum().item()
             except (RuntimeError, ValueError, NotImplementedError) as error:
-                report.leave_out(f"{name} by {kind.kernel}", str(error).strip().splitlines()[0])
+                report.leave_out(f"{name} by {kind.kernel}", str(error).strip().splitlines()[0][:160])
             else:
                 found[name] = kind
                 break
         else:
-            report.check(f"{name} runs", False, f"no kernel takes it, though the GPU has capability {capability}")
+            if not report.is_dry:  # torch 2.11 multiplies FP8 on GPUs only
+                report.check(f"{name} runs", False, f"no kernel takes it, though the GPU has capability {capability}")
     return found
 
 
