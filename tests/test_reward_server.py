@@ -374,10 +374,10 @@ def test_an_image_arrives_as_it_left() -> None:
 
 
 @contextmanager
-def command(*words: str, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def command(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(
-        [sys.executable, "-m", "solrl", "reward-server", "tiny_flux", "--port", str(port), *words],
+        [sys.executable, "-m", "solrl", "reward-server", "tiny_flux", "--port", "0", *words],
         stdout=subprocess.PIPE, env=env, text=True, cwd=Path(__file__).parent.parent,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )  # fmt: skip
@@ -422,6 +422,26 @@ class Fragile(Redness):
         return super().__call__(images, prompts)
 
 
+@contextmanager
+def forked_server(file: Path, port: int = 0) -> Iterator[tuple[int, str]]:
+    """A server of Fragile in a process of its own: its id and address."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with RewardServer(Fragile(str(file)), port=port) as server:
+            os.write(writer, str(server.server_port).encode())
+            os.close(writer)
+            server.serve_forever()
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        url = f"http://127.0.0.1:{pipe.read()}"
+    try:
+        yield child, url
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def remote_config(folder: Path, url: str) -> Config:
     options = {"url": url, "patience_s": 1.0, "timeout_s": 5.0, "batch_size": 4}
     return tiny_config(
@@ -435,18 +455,19 @@ def remote_config(folder: Path, url: str) -> Config:
 def test_a_run_whose_server_is_killed_mid_step_stops_with_everything_saved_and_resumes_bit_for_bit(
     tmp_path: Path, call: int
 ) -> None:
-    words = ["--reward.name", "tests.test_reward_server:Fragile", "--reward.options.file", str(tmp_path / "call")]
-    with command(*words) as (_, url):
+    file = tmp_path / "call"
+    with forked_server(file) as (_, url):
         assert in_child(lambda: train(remote_config(tmp_path / "whole", url))) == (0, "")
     port = int(url.rpartition(":")[2])
-    (tmp_path / "call").write_text(str(call))  # 2 evaluations, 3 explored and 2 regenerated micro-batches a step
-    with command(*words, port=port) as (server, url):
+    file.write_text(str(call))  # 2 evaluations, 3 explored and 2 regenerated micro-batches a step
+    with forked_server(file, port) as (server, url):
         code, message = in_child(lambda: train(remote_config(tmp_path / "cut", url)))
-        assert server.wait(10) == -signal.SIGKILL
+        status = os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
+    assert status is not None and status.si_status == signal.SIGKILL
     assert code == 1 and f"no answer from {url}" in message and "start again" in message
     assert [path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()] == ["step_000001"]
-    (tmp_path / "call").unlink()
-    with command(*words, port=port) as (_, url):
+    file.unlink()
+    with forked_server(file, port) as (_, url):
         assert in_child(lambda: train(remote_config(tmp_path / "cut", url), resume=True)) == (0, "")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_000001")  # of the stop; the whole run had no need for it
     assert_same_run(tmp_path / "cut", tmp_path / "whole")

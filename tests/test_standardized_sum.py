@@ -130,6 +130,7 @@ class FaintBlue(Red):
         return Parts.__call__(self, images, prompts)[:, 1]
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_names_code_inside_a_sum_is_not_replayed_unasked(tmp_path: Path) -> None:
     from solrl.replay import replay
 
