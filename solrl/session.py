@@ -22,7 +22,7 @@ from solrl.models.base import load_policy, lora_state, quiet_loading
 from solrl.models.decoder import decode_slice, load_tiny_decoder, use_fast_layout_, with_decoder
 from solrl.prompts import load_prompt_lists
 from solrl.quant.backends import choose_backend, describe
-from solrl.quant.bounds import measure_work, speed_bounds
+from solrl.quant.bounds import Work, measure_work, speed_bounds
 from solrl.quant.proof import check_products, profile
 from solrl.quant.trees import RolloutTrees, SyncReport
 from solrl.rollout import rollout, score
@@ -136,20 +136,24 @@ class Session:
         backend, explore = self.trees.backend, self.config.explore
         if backend.number_format is None:
             return describe(backend, explore.num_steps)
+        work = self.work()
+        bounds = speed_bounds(work, explore, self.config.regenerate)
+        return describe(backend, explore.num_steps, work.linear_share, bounds)
+
+    def work(self) -> Work:
+        """Floating-point operations of one sample, by what they are for."""
         policy, prompts = self.rollout_policy, self.train_prompts[:1]
         conditioning = policy.encode(prompts)
         latents = torch.zeros(1, *policy.latent_shape, device=policy.device)
         with eagerly(), drawing(policy):  # one sample: not a shape to compile for
             images = policy.decode(latents)
-            work = measure_work(
+            return measure_work(
                 policy.transformer,
                 self.trees.plan,
                 velocity=lambda: policy.velocity(latents, torch.ones(1, device=policy.device), conditioning),
                 decode=lambda: self.explorer.decode(latents),
                 score=lambda: self.reward(images, prompts),
             )
-        bounds = speed_bounds(work, explore, self.config.regenerate)
-        return describe(backend, explore.num_steps, work.linear_share, bounds)
 
     def _explore_batch(self, number: int) -> None:
         """Draw one micro-batch of fixed prompts and seeds with the explorer; no signal stops it."""
