@@ -1,5 +1,6 @@
 """Flow matching for each family: how its pipeline turns images into latents, and captions and noise into velocities."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from tiny_steps import caption_ids
 from torch import Tensor, nn
 
 
-class Flow(nn.Module):
+class Flow(nn.Module, ABC):
     """The flow-matching loss of a pipeline's transformer and text encoders."""
 
     def __init__(self, pipeline: Any) -> None:
@@ -32,9 +33,9 @@ class Flow(nn.Module):
         latents = vae.encode(images * 2 - 1).latent_dist.mean
         return (latents - vae.config.shift_factor) * vae.config.scaling_factor
 
+    @abstractmethod
     def velocity(self, noised: Tensor, sigma: Tensor, captions: Sequence[str]) -> Tensor:
         """What the transformer predicts, noise - clean."""
-        raise NotImplementedError
 
     def loss(self, captions: Sequence[str], clean: Tensor, generator: torch.Generator) -> Tensor:
         """Mean squared error of the velocity at logit-normal noise levels."""

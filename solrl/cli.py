@@ -107,7 +107,7 @@ def _replay(words: list[str]) -> None:
     parser.add_argument("--candidate", type=int, required=True, help="its candidate, counted from 0")
     parser.add_argument("--prompt", type=int, help="count candidates within this prompt of the step (from 0)")
     parser.add_argument("--out", type=Path, help="folder for the images (RUN/replay)")
-    parser.add_argument("--trust-code", action="store_true", help="run model or reward code that the run names")
+    parser.add_argument("--trust-code", action="store_true", help="run the code and ask the servers that the run names")
     chosen = parser.parse_args(words)
     from solrl.replay import replay
 

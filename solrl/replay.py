@@ -7,9 +7,10 @@ the entry. The run folder is only read; images go where ``out`` says.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -155,11 +156,26 @@ def _find(entries: list[LedgerEntry], step: int, candidate: int, prompt_index: i
 
 
 def _refuse_code(run_dir: Path, config: Config) -> None:
-    weights = config.reward.options.get("weights", {})  # of a sum: names of rewards
+    """What a folder from elsewhere may not do unasked: run its code here, send this machine's tokens away."""
+    options = config.reward.options
+    weights = options.get("weights", {})  # of a sum: names of rewards
     named = [("reward.options.weights", name) for name in (weights if isinstance(weights, dict) else {})]
     for key, name in (("model.family", config.model.family), ("reward.name", config.reward.name), *named):
         if ":" in name:
             raise UsageError(f"{run_dir} runs code of its own ({key} = {name}); pass --trust-code if you trust it")
+    for url in _urls(options):
+        raise UsageError(
+            f"{run_dir} sends images and this machine's reward tokens to {url}; pass --trust-code if you trust it"
+        )
+
+
+def _urls(options: dict[str, Any]) -> Iterator[str]:
+    """Every ``url`` in a reward's options, those of a sum's parts included."""
+    for key, value in options.items():
+        if isinstance(value, dict):
+            yield from _urls(value)
+        elif key == "url" and value is not None:
+            yield str(value)
 
 
 def _save(path: Path, image: Tensor) -> None:

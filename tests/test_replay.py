@@ -19,6 +19,7 @@ from solrl import ledger
 from solrl.checkpoint import checkpoint_path
 from solrl.errors import SolrlError, UsageError
 from solrl.replay import Redrawn, replay
+from solrl.settings import load_config, save_config
 from solrl.train import train
 from tests.parts import Redness, tiny_config
 
@@ -116,6 +117,25 @@ def test_wrong_numbers_are_named_before_anything_loads(run_dir: Path) -> None:
 def test_code_named_by_a_run_folder_runs_only_when_trusted(run_dir: Path) -> None:
     with pytest.raises(UsageError, match="pass --trust-code"):
         replay(run_dir, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("remote", {"url": "http://elsewhere:1"}),
+        ("weighted_sum", {"weights": {"generative": 1.0}, "options": {"generative": {"url": "http://elsewhere:1"}}}),
+    ],
+)
+def test_a_server_named_by_a_run_folder_is_asked_only_when_trusted(
+    run_dir: Path, tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    """It would be sent this machine's tokens."""
+    shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
+    config = load_config(run_dir)
+    reward = config.reward.model_copy(update={"name": name, "options": options})
+    save_config(config.model_copy(update={"reward": reward}), tmp_path / "config.toml")
+    with pytest.raises(UsageError, match="tokens to http://elsewhere:1; pass --trust-code"):
+        replay(tmp_path, 1, 0)
 
 
 def test_other_prompts_than_the_runs_are_noticed(run_dir: Path, tmp_path: Path) -> None:

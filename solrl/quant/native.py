@@ -97,25 +97,6 @@ class NativeLinear(QuantLinear):
         return NVFP4(self.qweight, blocks, self.global_scale)
 
 
-class StandInLinear(NativeLinear):
-    """NativeLinear with `unswizzling_mm` in the kernel's place."""
-
-    kernel = "stand-in for torch scaled_mm, in plain torch"
-
-    @staticmethod
-    def product(
-        x: Tensor,
-        x_scales: Tensor,
-        x_global: Tensor,
-        w: Tensor,
-        w_scales: Tensor,
-        w_global: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:
-        """See NativeLinear."""
-        return unswizzling_mm(x, x_scales, x_global, w, w_scales, w_global, bias)
-
-
 def unswizzling_mm(
     x: Tensor, x_scales: Tensor, x_global: Tensor, w: Tensor, w_scales: Tensor, w_global: Tensor, bias: Tensor | None
 ) -> Tensor:
@@ -125,3 +106,10 @@ def unswizzling_mm(
     right = dequantize(NVFP4(w, unswizzle_scales(w_scales, len(w), columns), torch.ones_like(w_global)))
     y = (left @ right.t()) * (x_global * w_global)
     return (y if bias is None else y + bias.float()).bfloat16()
+
+
+class StandInLinear(NativeLinear):
+    """NativeLinear with `unswizzling_mm` in the kernel's place."""
+
+    kernel = "stand-in for torch scaled_mm, in plain torch"
+    product = staticmethod(unswizzling_mm)
