@@ -10,8 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from solrl.errors import SolrlError
+
+# Autograd starts a thread for each device at its first backward, and no process may fork after that. A test with fake
+# CUDA tensors makes it see a GPU for good; so the first backward comes before any test.
+torch.ones((), requires_grad=True).mul(2).backward()
 
 Outcome = tuple[int, str]
 """(exit code or minus the signal, message of the SolrlError)."""
