@@ -47,6 +47,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     return pretend
 
 
+def test_the_line_of_a_cpu_says_what_emulation_would_cost() -> None:
+    line = describe(choose_backend(ExploreConfig(), CPU), 6)
+    assert line.startswith("full precision, 6 steps (auto: ") and "emulated_nvfp4 would cost up to 1.5 times" in line
+
+
 def test_a_cpu_runs_full_precision_fp8_and_emulation_by_name() -> None:
     assert choose_backend(explore("auto"), CPU).precision == "full"
     assert choose_backend(explore("full"), CPU) == FULL
