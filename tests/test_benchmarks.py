@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import extreme_value, host_overhead, iteration_breakdown, ranking_fidelity
+from benchmarks import extreme_value, host_overhead, iteration_breakdown, ranking_fidelity, rollout_speed
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.candidates import Candidates, Setting, draw
 from benchmarks.common import WIDTH, facts
 from benchmarks.step_overhead import MODEL, Meter, measure
 from solrl.fidelity import overlap
+from solrl.quant.bounds import Work
 from solrl.settings import save_config
 from tests.parts import tiny_config
 
@@ -300,6 +301,47 @@ def test_the_iteration_breakdown_prints_shares_and_the_papers_speed_ups() -> Non
     assert "2.33x" in rows["FLUX.1"] and "1.62x" in rows["FLUX.1"] and "53 %" in rows["FLUX.1"]
     assert "1.41x" in rows["SANA"] and "1.25x" in rows["SANA"]
     assert f"{6 * 3 / (6 * 2 + 4 * 3):.2f} times as fast" in text
+
+
+def test_the_rollouts_bound_counts_a_quantized_product_by_its_formats_speed() -> None:
+    config = tiny_config()  # 6 candidates with 2 steps, 4 kept with 3
+    two_stages = {"explore": config.explore, "rollout": config.regenerate}
+    full = Work(velocity=10.0, quantized={}, linear_share=0.0, decode=5.0, score=99.0)
+    assert rollout_speed.operations(full, two_stages) == 6 * (2 * 10 + 5) + 4 * (3 * 10 + 5)
+    fp4 = Work(velocity=10.0, quantized={"nvfp4": 8.0}, linear_share=0.9, decode=5.0, score=99.0)
+    assert rollout_speed.operations(fp4, two_stages) == 6 * (2 * (2 + 8 / 4) + 5) + 4 * (3 * 10 + 5)
+    assert rollout_speed.operations(fp4, {"rollout": config.regenerate}) == 4 * (3 * 10 + 5)
+
+
+def test_rollout_speed_prints_each_change_over_what_it_changes() -> None:
+    def arm(name: str, over: str, denoise: float, operations: float) -> rollout_speed.Arm:
+        seconds = {"denoise": denoise, "decode": 1.0, "score": 1.0, "requantize": 0.0}
+        return rollout_speed.Arm(name, over, seconds, operations)
+
+    eager, naive, fewer = "naive scaling, eager", "naive scaling, compiled", "two stages, compiled"
+    arms = [arm(eager, "", 23.0, 60.0), arm(naive, eager, 11.0, 60.0), arm(fewer, naive, 7.0, 45.0),
+            arm("two stages, fp8, compiled", fewer, 3.0, 30.0)]  # fmt: skip
+    text = rollout_speed.report(tiny_config(), arms, [], 1, facts())
+    rows = [line for line in text.splitlines() if line.startswith("two stages, fp8, compiled")]
+    assert rows[0].split()[-3:] == ["3.00x", "2.00x", "2.60x"]  # over compiled naive scaling: 12/4, 60/30, 13/5
+    assert f"2.00 times as fast as {fewer}, at most 1.50" in rows[1]
+    assert f"{naive}: rollout 2.00 times as fast as {eager}" in text
+    assert "paper, FLUX.1           184      79     2.33x        1.18x              1.98x" in text
+
+
+@pytest.mark.slow
+def test_rollout_speed_measures_an_arm_for_each_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    assert (
+        main(["rollout_speed", "--quick", "--repeats", "1", "--precision", "full,emulated_nvfp4", "--json", str(out)])
+        == 0
+    )
+    naive, fewer, low = json.loads(out.read_text())["arms"]
+    assert (fewer["over"], low["over"]) == (naive["name"], fewer["name"])
+    assert low["operations"] < fewer["operations"] < naive["operations"]
+    for arm in (naive, fewer, low):
+        assert all(arm["seconds"][part] > 0 for part in rollout_speed.PARTS)
+    assert "--precision full is full precision here" in capsys.readouterr().out
 
 
 @pytest.mark.slow
