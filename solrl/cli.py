@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from solrl.config import Config
 from solrl.errors import SolrlError, UsageError
-from solrl.settings import load_config, read_flags, shipped_configs
+from solrl.settings import load_config, read_flags, shipped_configs, toml_value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,6 +65,8 @@ def _overview() -> str:
       `solrl train --help` lists every setting.
   replay RUN --step S --candidate I [--prompt G]
       Draw a candidate of a finished step again, from the run's ledger.
+  evaluate RUN [--rewards A,B] [--suite FILE]
+      Compare base model, EMA and raw weights on held-out prompts.
   report RUN
       Write RUN/report.html anew.
   export RUN OUT [--step S | --best] [--raw]
@@ -115,6 +117,56 @@ def _replay(words: list[str]) -> None:
         chosen.run, chosen.step, chosen.candidate,
         prompt_index=chosen.prompt, out=chosen.out, trust_code=chosen.trust_code,
     )  # fmt: skip
+
+
+def _evaluate(words: list[str]) -> None:
+    parser = _Parser(
+        "solrl evaluate",
+        description="Compare a run's base model, its averaged weights (EMA) and its raw weights on held-out prompts, "
+        "with the same seeds, and save scores and image grids. Several processes, with the same result: accelerate "
+        "launch ... --module solrl evaluate RUN ...",
+        epilog="Settings of the run are changed as in training: --evaluate.images_per_prompt 8, "
+        "--evaluate.num_steps 40, --evaluate.num_prompts 500, --evaluate.seed 7.",
+    )
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--rewards", metavar="A,B", help="what is measured (what the run itself measures)")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="REWARD.KEY=VALUE", help="an option of a reward; repeatable"
+    )
+    parser.add_argument("--suite", metavar="PROMPTS", help="prompts, all of them (what the run itself evaluates)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="the checkpoint of this step (the newest)")
+    which.add_argument("--best", action="store_true", help="the checkpoint with the best held-out reward")
+    parser.add_argument(
+        "--pipeline-defaults", action="store_true", help="also at the pipeline's default guidance and steps"
+    )
+    parser.add_argument("--out", type=Path, help="folder for the results (RUN/evaluations/SUITE_step_N)")
+    parser.add_argument("--trust-code", action="store_true", help="run the code and ask the servers that the run names")
+    chosen, flags = parser.parse_known_args(words)
+    options: dict[str, dict[str, Any]] = {}
+    for option in chosen.option:
+        key, equals, value = option.partition("=")
+        reward, dot, name = key.rpartition(".")
+        if not (equals and dot):
+            raise UsageError(f"--option {option}: write REWARD.KEY=VALUE")
+        options.setdefault(reward, {})[name] = toml_value(value)
+    names = tuple(name.strip() for name in chosen.rewards.split(",") if name.strip()) if chosen.rewards else ()
+    strangers = sorted(set(options) - set(names)) if names else []
+    if strangers:
+        raise UsageError(f"--option {strangers[0]}: it is not among --rewards {chosen.rewards}")
+    overrides = read_flags(flags)
+    from solrl.comparison import Comparison, compare
+
+    wanted = Comparison(
+        rewards=names,
+        options=options,
+        suite=chosen.suite,
+        overrides=overrides,
+        step="best" if chosen.best else chosen.step,
+        at_defaults=chosen.pipeline_defaults,
+        out=chosen.out,
+    )
+    compare(chosen.run, wanted, trust_code=chosen.trust_code)
 
 
 def _report(words: list[str]) -> None:
@@ -220,6 +272,7 @@ def print_settings(config: Config) -> None:
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": _train,
     "replay": _replay,
+    "evaluate": _evaluate,
     "report": _report,
     "export": _export,
     "reward-server": _reward_server,

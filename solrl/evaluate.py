@@ -17,6 +17,8 @@ from solrl.rollout import ScoreBoard, call_reward, rollout
 from solrl.types import Conditioning, Policy, Reward, Scores
 
 GRID_PROMPTS, GRID_SEEDS = 8, 4
+ENCODED_AT_ONCE = 64
+"""Prompts that the text encoders take together, so that any number of them fits."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class HeldOut:
             for name, reward in self.rewards.items():
                 with clock.phase("evaluate"):
                     boards[name].add(part, *call_reward(reward, part.images, part.prompts))
+                    boards[name].clean.clear()  # nobody trains on them, and a suite may have thousands
         return {name: board.gather(world) for name, board in boards.items()}
 
     def grid(self, policy: Policy, config: Config) -> tuple[Tensor, Tensor]:
@@ -72,12 +75,27 @@ def evaluation_stage(config: Config) -> StageConfig:
     return StageConfig(group_size=settings.images_per_prompt, num_steps=settings.num_steps, solver=settings.solver)
 
 
+def encode_all(policy: Policy, prompts: list[str]) -> Conditioning:
+    """The prompts encoded, ENCODED_AT_ONCE of them at a time."""
+    parts = [policy.encode(prompts[i : i + ENCODED_AT_ONCE]) for i in range(0, len(prompts), ENCODED_AT_ONCE)]
+    columns = zip(*((part.embeds, part.pooled, part.mask) for part in parts), strict=True)
+    return Conditioning(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
+
+
 def summarise(scores: Mapping[str, Scores]) -> dict[str, float]:
     """``eval/<reward>/mean`` and ``stderr``: over prompts, since images of one prompt are not independent."""
     metrics = {}
     for name, score in scores.items():
-        count = score.present.sum(1)
-        means = (score.values.sum(1) / count)[count > 0]
-        metrics[f"eval/{name}/mean"] = float(means.mean())
-        metrics[f"eval/{name}/stderr"] = float(means.std()) / math.sqrt(len(means)) if len(means) > 1 else 0.0
+        metrics[f"eval/{name}/mean"], metrics[f"eval/{name}/stderr"] = mean_and_error(prompt_means(score))
     return metrics
+
+
+def prompt_means(score: Scores) -> Tensor:
+    """[P] float64: the mean score of each prompt's images; NaN for a prompt whose images all have none."""
+    return score.values.sum(1) / score.present.sum(1)
+
+
+def mean_and_error(means: Tensor) -> tuple[float, float]:
+    """(mean, its standard error) of the numbers that are not NaN."""
+    means = means[~means.isnan()]
+    return float(means.mean()), float(means.std()) / math.sqrt(len(means)) if len(means) > 1 else 0.0

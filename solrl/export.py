@@ -68,20 +68,24 @@ def export_run(run_dir: Path, out: Path, *, step: int | Literal["best"] | None =
 
     Loads no model: a checkpoint holds the adapters.
     """
-    config, checkpoint = load_config(run_dir), _pick(run_dir, step)
-    kind, scale = "policy" if raw else "ema", config.lora.alpha / config.lora.rank
-    names = sorted(name.removesuffix(".A") for name in checkpoint.tensors if name.startswith(f"{kind}/"))
-    pairs = {
-        name.removeprefix(f"{kind}/"): LoraPair(checkpoint.tensors[f"{name}.A"], checkpoint.tensors[f"{name}.B"], scale)
-        for name in names
-        if not name.endswith(".B")
-    }
+    config, checkpoint = load_config(run_dir), pick_checkpoint(run_dir, step)
+    pairs = checkpoint_adapters(checkpoint, config, "policy" if raw else "ema")
     rewards = {config.reward.name: checkpoint.heldout} if checkpoint.heldout is not None and not raw else {}
     weights = "policy" if raw else "average (EMA)"
     return export_lora(out, pairs, config, step=checkpoint.step, weights=weights, rewards=rewards)
 
 
-def _pick(run_dir: Path, step: int | Literal["best"] | None) -> Checkpoint:
+def checkpoint_adapters(checkpoint: Checkpoint, config: Config, kind: Literal["policy", "ema"]) -> dict[str, LoraPair]:
+    """Layer name -> the adapter that a checkpoint holds: the policy itself, or its average."""
+    scale = config.lora.alpha / config.lora.rank
+    prefix = f"{kind}/"
+    halves = {name.removeprefix(prefix): t for name, t in checkpoint.tensors.items() if name.startswith(prefix)}
+    layers = sorted(name.removesuffix(".A") for name in halves if name.endswith(".A"))
+    return {layer: LoraPair(halves[f"{layer}.A"], halves[f"{layer}.B"], scale) for layer in layers}
+
+
+def pick_checkpoint(run_dir: Path, step: int | Literal["best"] | None) -> Checkpoint:
+    """The newest checkpoint of a run, its best by held-out reward, or that of one step."""
     known = list_checkpoints(run_dir)
     if step == "best":
         step = best_checkpoint(run_dir)

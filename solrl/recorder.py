@@ -18,7 +18,7 @@ from solrl.checkpoint import Checkpoint, RunFolder, newest_checkpoint
 from solrl.clock import Stopwatch
 from solrl.display import plan_lines
 from solrl.environment import device_name, environment, fingerprint
-from solrl.evaluate import HeldOut, summarise
+from solrl.evaluate import HeldOut, encode_all, summarise
 from solrl.export import export_lora
 from solrl.fidelity import full_fidelity, kept_fidelity
 from solrl.health import StepFacts, check, clean_norms
@@ -135,7 +135,7 @@ class Recorder:
         config, session = self.config, self.session
         prompts = session.heldout_prompts[: config.evaluate.num_prompts]
         rewards = {config.reward.name: session.reward} | session.watched
-        return HeldOut(prompts, session.policy.encode(prompts), rewards)
+        return HeldOut(prompts, encode_all(session.policy, prompts), rewards)
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the averaged weights in the rollout tree, draw the grid, and put old_policy back."""

@@ -7,10 +7,9 @@ the entry. The run folder is only read; images go where ``out`` says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
@@ -19,7 +18,7 @@ from torch import Tensor
 from solrl import ledger
 from solrl.checkpoint import newest_checkpoint
 from solrl.clock import Stopwatch
-from solrl.config import Config, StageConfig
+from solrl.config import StageConfig
 from solrl.distributed import start
 from solrl.environment import fingerprint
 from solrl.errors import SolrlError, UsageError
@@ -31,6 +30,7 @@ from solrl.session import Session, open_session
 from solrl.settings import load_config
 from solrl.signals import SignalStop
 from solrl.train import run_step
+from solrl.trust import require_trust
 from solrl.types import Policy
 
 TOLERANCE = 1e-4
@@ -68,7 +68,7 @@ def replay(
     """
     config = load_config(run_dir)
     if not trust_code:
-        _refuse_code(run_dir, config)
+        require_trust(run_dir, config)
     entry = _find(ledger.read(run_dir, step), step, candidate, prompt_index)
     with SignalStop() as stop, start(config.cpu_threads, config.deterministic) as world:
         if world.size > 1:
@@ -153,29 +153,6 @@ def _find(entries: list[LedgerEntry], step: int, candidate: int, prompt_index: i
     if not 0 <= candidate < len(entries):
         raise UsageError(f"step {step} has candidates 0 to {len(entries) - 1}, not {candidate}")
     return entries[candidate]
-
-
-def _refuse_code(run_dir: Path, config: Config) -> None:
-    """What a folder from elsewhere may not do unasked: run its code here, send this machine's tokens away."""
-    options = config.reward.options
-    weights = options.get("weights", {})  # of a sum: names of rewards
-    named = [("reward.options.weights", name) for name in (weights if isinstance(weights, dict) else {})]
-    for key, name in (("model.family", config.model.family), ("reward.name", config.reward.name), *named):
-        if ":" in name:
-            raise UsageError(f"{run_dir} runs code of its own ({key} = {name}); pass --trust-code if you trust it")
-    for url in _urls(options):
-        raise UsageError(
-            f"{run_dir} sends images and this machine's reward tokens to {url}; pass --trust-code if you trust it"
-        )
-
-
-def _urls(options: dict[str, Any]) -> Iterator[str]:
-    """Every ``url`` in a reward's options, those of a sum's parts included."""
-    for key, value in options.items():
-        if isinstance(value, dict):
-            yield from _urls(value)
-        elif key == "url" and value is not None:
-            yield str(value)
 
 
 def _save(path: Path, image: Tensor) -> None:

@@ -87,10 +87,11 @@ def _from_words(key: str, annotation: Any, words: list[str]) -> Any:
         return [words[start : start + size] for start in range(0, len(words), size)]
     if len(words) != 1:
         raise UsageError(f"--{key} takes one value, got {' '.join(words) or 'none'}")
-    return words[0] if annotation is not None else _toml_value(words[0])
+    return words[0] if annotation is not None else toml_value(words[0])
 
 
-def _toml_value(text: str) -> Any:
+def toml_value(text: str) -> Any:
+    """The text read as a TOML value, or itself where it is none."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

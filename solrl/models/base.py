@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import json
 import math
 import warnings
@@ -83,6 +84,17 @@ class DiffusersPolicy(Policy):
         twin = copy.copy(self)
         twin._modules = self._modules | {"transformer": transformer}  # a plain copy would share the dict
         return twin
+
+    def with_defaults(self) -> tuple[Self, int]:
+        """(the same policy at its pipeline's default guidance, the pipeline's default number of steps)."""
+        defaults = inspect.signature(self.pipeline_class.__call__).parameters
+        scale = defaults["guidance_scale"].default
+        is_embedded = bool(self.pipeline.transformer.config.get("guidance_embeds"))
+        changes = {"guidance": scale, "cfg_scale": 1.0} if is_embedded else {"cfg_scale": scale}
+        twin = self.sibling(self.transformer)
+        twin.model = self.model.model_copy(update=changes)
+        twin.without_prompt = twin.encode([""]) if twin.model.cfg_scale > 1 else None
+        return twin, defaults["num_inference_steps"].default
 
 
 def _repeated_before(one: Conditioning, many: Conditioning) -> Conditioning:
