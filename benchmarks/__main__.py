@@ -16,6 +16,7 @@ BENCHMARKS = {
     "step_overhead": "the share of a training step that is not velocity, decode, scoring or backward",
     "iteration_breakdown": "seconds by phase of naive scaling, plain NFT and two stages, beside the paper's Table 5",
     "rollout_speed": "seconds of a rollout by change: compile, fewer steps, number format; beside the paper's Table 5",
+    "quant_fidelity": "Inception Score and CLIP score of quantized rollouts, beside the paper's Table 4",
     "update_speed": "forwards, backward and reduction of an update: eager, compiled, v_old from merged weights",
     "learning_curve": "held-out rewards of finished runs, before and after, and the curve between",
     "explorer_formats": "held-out reward after training with explorers of several number formats, several seeds each",

@@ -14,7 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import extreme_value, host_overhead, iteration_breakdown, ranking_fidelity, rollout_speed
+from benchmarks import (
+    extreme_value,
+    host_overhead,
+    iteration_breakdown,
+    quant_fidelity,
+    ranking_fidelity,
+    rollout_speed,
+)
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.candidates import Candidates, Setting, draw
 from benchmarks.common import WIDTH, facts
@@ -342,6 +349,58 @@ def test_rollout_speed_measures_an_arm_for_each_change(tmp_path: Path, capsys: p
     for arm in (naive, fewer, low):
         assert all(arm["seconds"][part] > 0 for part in rollout_speed.PARTS)
     assert "--precision full is full precision here" in capsys.readouterr().out
+
+
+def test_the_inception_score_counts_the_classes_that_are_told_apart() -> None:
+    one_of_four = torch.eye(4, dtype=torch.float64).repeat(3, 1)
+    assert quant_fidelity.inception_score(one_of_four) == pytest.approx(4)
+    assert quant_fidelity.inception_score(torch.full((5, 4), 0.25, dtype=torch.float64)) == pytest.approx(1)
+    assert quant_fidelity.inception_score(one_of_four[:1].repeat(5, 1)) == pytest.approx(1)
+    unsure = torch.tensor([[0.9, 0.1], [0.1, 0.9]], dtype=torch.float64)
+    assert quant_fidelity.inception_score(unsure) == pytest.approx(1.8**0.9 * 0.2**0.1)
+
+
+def test_peak_signal_to_noise_is_in_decibels_of_the_full_range() -> None:
+    grey = torch.full((2, 3, 4, 4), 0.5)
+    assert quant_fidelity.psnr(grey + torch.tensor([0.1, 0.0]).view(2, 1, 1, 1), grey).tolist() == pytest.approx(
+        [20.0, math.inf], rel=1e-5
+    )
+
+
+def test_unusable_classifiers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lonely, broken = tmp_path / "classes.txt", tmp_path / "weights.pt"
+    lonely.write_text("cat\n\n")
+    torch.save({"wrong": torch.zeros(1)}, broken)
+    for options, message in (
+        (["--classes", str(lonely)], "must hold at least two names"),
+        (["--classes", str(tmp_path / "none")], "No such file"),
+        (["--inception", str(broken)], "no state dict of inception_v3"),
+    ):
+        assert main(["quant_fidelity", *options]) == 2
+        error = capsys.readouterr().err.strip()
+        assert message in error and "\n" not in error
+
+
+@pytest.mark.slow
+def test_quantized_rollouts_are_compared_with_full_ones_seed_by_seed(tmp_path: Path) -> None:
+    config, out, png = tmp_path / "tiny.toml", tmp_path / "out.json", tmp_path / "pairs.png"
+    save_config(tiny_config(tmp_path / "unused"), config)
+    options = ["--config", str(config), "--prompts", "2", "--images", "2", "--precision", "emulated_nvfp4"]
+    assert main(["quant_fidelity", *options, "--json", str(out), "--png", str(png)]) == 0
+    full, low = json.loads(out.read_text())["formats"].values()
+    assert 10 < low["psnr_db"] < 60  # the same scenes, drawn a little differently
+    assert low["clip_difference"][0] == pytest.approx(low["clip_score"] - full["clip_score"])
+    assert low["inception_difference"][0] == pytest.approx(low["inception_score"] - full["inception_score"])
+    assert png.stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_inception_tells_classes_with_the_weights_in_a_file(tmp_path: Path) -> None:
+    models = pytest.importorskip("torchvision.models")
+    model = models.inception_v3(weights=None, init_weights=False, num_classes=1000).eval()
+    torch.save(model.state_dict(), tmp_path / "inception.pt")
+    classes = quant_fidelity.inception(tmp_path / "inception.pt", torch.device("cpu"))(torch.rand(2, 3, 32, 32))
+    assert classes.shape == (2, 1000) and classes.sum(1).tolist() == pytest.approx([1, 1])
 
 
 @pytest.mark.slow
