@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?=
-EXTRAS ?= dev,bench,rewards
+EXTRAS ?= dev,bench,rewards,data
 JOBS ?= 2
 CONFIG ?= tiny_flux
 PROCESSES ?= 2

@@ -157,8 +157,8 @@ def _timed_parts(session: Session) -> list[tuple[Any, str, str]]:
     from solrl.tracking import Tracking
 
     # by path: some of these names are functions in solrl itself
-    names = ("train", "rollout", "learner", "recorder", "ledger")
-    train, rollout, learner, recorder, ledger = (importlib.import_module(f"solrl.{name}") for name in names)
+    names = ("train", "rollout", "objectives.base", "objectives.nft", "recorder", "ledger")
+    train, rollout, objectives, nft, recorder, ledger = (importlib.import_module(f"solrl.{name}") for name in names)
     policy, learner_class = type(session.policy), type(session.learner)
     return [
         (policy, "velocity", "velocity"),
@@ -167,9 +167,9 @@ def _timed_parts(session: Session) -> list[tuple[Any, str, str]]:
         (torch.Tensor, "backward", "backward"),
         (policy, "encode", "encode prompts"),
         (rollout, "noise", "noise from seeds"),
-        (learner, "noise", "noise from seeds"),
+        (objectives, "noise", "noise from seeds"),
         (rollout, "sample", "solver steps"),
-        (learner, "nft_loss", "loss"),
+        (nft, "nft_loss", "loss"),
         (OrderFreeSum, "add", "gradient sums"),
         (OrderFreeSum, "result", "gradient sums"),
         (torch.nn.utils, "clip_grad_norm_", "gradient norm"),

@@ -67,6 +67,8 @@ def _overview() -> str:
       Draw a candidate of a finished step again, from the run's ledger.
   evaluate RUN [--rewards A,B] [--suite FILE]
       Compare base model, EMA and raw weights on held-out prompts.
+  prompts fetch NAME [--out FILE] [--from LOCAL_COPY]
+      Make a prompt file of a public suite, with its source beside it.
   report RUN
       Write RUN/report.html anew.
   export RUN OUT [--step S | --best] [--raw]
@@ -167,6 +169,31 @@ def _evaluate(words: list[str]) -> None:
         out=chosen.out,
     )
     compare(chosen.run, wanted, trust_code=chosen.trust_code)
+
+
+def _prompts(words: list[str]) -> None:
+    from solrl.suites import HOST, SUITES, fetch_prompts
+
+    parser = _Parser(
+        "solrl prompts",
+        description="Make a prompt file of a public suite. FILE.source.json says where it came from.",
+        epilog="suites:\n" + "\n".join(f"  {name:16} {suite.about}" for name, suite in SUITES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("action", choices=["fetch"])
+    parser.add_argument("name", metavar="NAME", help="one of the suites below")
+    parser.add_argument("--out", type=Path, help="file (NAME.txt, or NAME.jsonl for GenEval)")
+    parser.add_argument(
+        "--from", dest="local_copy", type=Path, metavar="FILE", help="a local copy; nothing is downloaded"
+    )
+    parser.add_argument("--num-prompts", type=int, metavar="N", help="only N of them, drawn by the seed")
+    parser.add_argument("--seed", type=int, default=0, help="of that draw (0)")
+    parser.add_argument("--host", default=HOST, help=f"a mirror of {HOST}")
+    chosen = parser.parse_args(words)
+    fetch_prompts(
+        chosen.name, out=chosen.out, local_copy=chosen.local_copy,
+        num_prompts=chosen.num_prompts, seed=chosen.seed, host=chosen.host,
+    )  # fmt: skip
 
 
 def _report(words: list[str]) -> None:
@@ -273,6 +300,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": _train,
     "replay": _replay,
     "evaluate": _evaluate,
+    "prompts": _prompts,
     "report": _report,
     "export": _export,
     "reward-server": _reward_server,

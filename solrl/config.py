@@ -63,7 +63,7 @@ class PromptsConfig(Section):
     """Where prompts come from."""
 
     train: str = "shapes_train"
-    """Text file, one prompt a line, or the name of an embedded list."""
+    """A text file, one prompt a line, a .jsonl file, an embedded list, or hf:DATA_SET?split=train&column=prompt."""
     heldout: str = "shapes_heldout"
     """Prompts for evaluation only; none may be in the training list."""
     per_step: int = Field(48, gt=0)

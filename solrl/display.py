@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from solrl.config import Config, StageConfig
+from solrl.objectives.base import open_objective
 
 WIDTH = 80
 """Columns of a line in a log."""
@@ -187,7 +188,8 @@ def plan_lines(config: Config, *, device: str, world_size: int, policy: str, exp
     """
     explore, regenerate, train = config.explore, config.regenerate, config.train
     samples = config.prompts.per_step * config.regenerate.group_size
-    batches, passes = -(-samples // config.batch.train), 3 if train.kl_weight > 0 else 2
+    needs_reference = train.kl_weight > 0 or open_objective(config).needs_reference
+    batches, passes = -(-samples // config.batch.train), 1 + (not train.is_on_policy) + needs_reference
     facts = {
         "run": f"{config.output.dir}, seed {config.seed}, {_count(train.num_steps, 'step')}",
         "device": f"{device}, {_count(world_size, 'process', 'processes')}",
@@ -201,7 +203,7 @@ def plan_lines(config: Config, *, device: str, world_size: int, policy: str, exp
     if regenerate.enabled:
         facts["regenerate"] = _stage(regenerate, config, world_size)
     facts["update"] = (
-        f"{samples} samples x {config.num_train_timesteps} timesteps = {samples * config.num_train_timesteps} pairs, "
+        f"{train.method}, {samples} samples x {config.num_train_timesteps} timesteps = {samples * config.num_train_timesteps} pairs, "
         f"{passes} forward and 1 backward pass each; {_count(batches, 'micro-batch', 'micro-batches')} of "
         f"{config.batch.train}{_padding(samples, batches * config.batch.train)}, 1 optimizer step"
     )

@@ -127,7 +127,7 @@ tags: [text-to-image, lora, reinforcement-learning, solrl]
 alpha / rank is folded into the weights: load them at scale 1.
 
 - **Weights**: {weights}, after step {step}. Rank {lora.rank} on {len(layers)} layers ({", ".join(kinds)}).
-- **Method**: DiffusionNFT, {config.prompts.per_step} prompts a step; {two_stage}.
+- **Method**: {train.method}, {config.prompts.per_step} prompts a step; {two_stage}.
 - **Update**: AdamW, learning rate {train.learning_rate:g}, KL weight {train.kl_weight:g}, run seed {config.seed}.
 - **Evaluation**: {config.evaluate.num_steps} steps, {config.evaluate.solver}, {guidance}.
 {table}"""

@@ -100,21 +100,24 @@ def select_contrastive(scores: Tensor, keep: int, present: Tensor | None = None)
 def group_advantages(rewards: Tensor, present: Tensor | None = None, std: str = "global") -> Tensor:
     """[G, K] rewards -> float32 [G, K] advantages (R - mean of the group) / (std + 1e-4), population std, in float64.
 
-    ``std`` is "global": of all rewards of the step, as the reference code divides, or "group" (Sol-RL Eq. 3). A
-    missing reward (``present`` false) counts nowhere and gets advantage 0; equal rewards give zeros.
+    ``std`` is "global": of all rewards of the step, as the reference code divides, or "group" (Sol-RL Eq. 3), or
+    "sample" (DanceGRPO): of the group with n - 1 for n, plus 1e-8. A missing reward (``present`` false) counts nowhere
+    and gets advantage 0; equal rewards give zeros.
     """
-    if std not in ("global", "group"):
-        raise ValueError(f"std must be global or group, got {std}")
+    if std not in ("global", "group", "sample"):
+        raise ValueError(f"std must be global, group or sample, got {std}")
     weight = torch.ones_like(rewards, dtype=torch.float64) if present is None else present.double()
     rewards = rewards.double()
     count = weight.sum(1, keepdim=True).clamp(min=1)
     mean = (rewards * weight).sum(1, keepdim=True) / count
     if std == "group":
         spread = (((rewards - mean) ** 2 * weight).sum(1, keepdim=True) / count).sqrt()
+    elif std == "sample":
+        spread = (((rewards - mean) ** 2 * weight).sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     else:
         overall = (rewards * weight).sum() / weight.sum().clamp(min=1)
         spread = (((rewards - overall) ** 2 * weight).sum() / weight.sum().clamp(min=1)).sqrt()
-    return ((rewards - mean) / (spread + 1e-4) * weight).float()
+    return ((rewards - mean) / (spread + (1e-8 if std == "sample" else 1e-4)) * weight).float()
 
 
 def standardized_sum(parts: Tensor, weights: Sequence[float], present: Tensor) -> Tensor:

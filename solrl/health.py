@@ -30,8 +30,8 @@ CLEAN_NORM_FACTOR = 10.0
 
 
 MEANINGS = {
-    "loss/policy": "DiffusionNFT loss; it often rises while the reward improves, so it is no sign of health",
-    "loss/kl": "squared velocity distance to the adapter-free model",
+    "loss/policy": "the objective's loss; it often rises while the reward improves, so it is no sign of health",
+    "loss/kl": "squared velocity distance to the adapter-free model (of the sampler's means where it has noise)",
     "grad_norm": "length of the gradient before clipping",
     "health/trained_groups": "groups with different rewards that were trained on",
     "health/skipped_groups": "groups left out for want of spread or scores",
@@ -42,6 +42,10 @@ MEANINGS = {
     "health/old_distance": "distance of policy and old_policy weights",
     "health/velocity_old_distance": "squared velocity distance of policy and old_policy",
     "health/old_rollout_error": "squared velocity distance of old_policy's merged weights and its adapter: rounding",
+    "health/ratio_error": "mean distance from 1 of the likelihood ratio of policy and old_policy",
+    "health/clip_fraction": "share of trained timesteps whose ratio is clipped",
+    "health/rollout_log_ratio": "log-likelihood of a step under old_policy and under the merged weights: rounding",
+    "health/preference": "share of trained timesteps at which the policy prefers the better of a pair",
     "health/policy_change": "largest change of an adapter weight in the step",
     "health/synced_bytes": "bytes of explorer and rollout weights changed by the sync",
     "health/clipped_blocks": "share of the explorer's input blocks above their static scale (audit steps)",

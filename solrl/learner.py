@@ -9,7 +9,7 @@ compute runs in the policy's dtype inside ``compute.updating``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from solrl.compute import drawing, updating
 from solrl.config import Config
 from solrl.distributed import OrderFreeSum, World
-from solrl.flow import noised
-from solrl.groups import derive_seed, generator, noise
 from solrl.models.base import adapter, lora_parameters, lora_state
-from solrl.objectives.nft import nft_loss
-from solrl.types import Conditioning, LoraPair, Policy, SolrlError
+from solrl.objectives.base import Batch, Point, open_objective
+from solrl.types import Conditioning, LoraPair, Policy, SolrlError, Trajectory
 
 
 @dataclass(frozen=True)
@@ -34,10 +32,12 @@ class TrainingSet:
     weights: Tensor  # [samples] float32: 1, or 0 for a sample whose reward is missing
     clean: dict[int, Tensor]  # sample number -> clean latents; at least those of this rank's micro-batches
     conditioning: Conditioning
+    trajectories: dict[int, Trajectory] = field(default_factory=dict)  # as ``clean``, for an objective with a sampler
 
 
 NUM_SUMS = 4
-"""Numbers that are summed beside the gradient: policy loss, KL, velocity distance, error of the merged old_policy."""
+"""Numbers that are summed beside the gradient: policy loss, KL, velocity distance, error of the merged old_policy; then
+the objective's own metrics."""
 
 
 class Learner:
@@ -49,7 +49,7 @@ class Learner:
     def __init__(self, policy: Policy, config: Config, rollout_policy: Policy | None = None) -> None:
         if config.train.old_from_rollout and rollout_policy is None:
             raise SolrlError("train.old_from_rollout needs the rollout policy: Learner(policy, config, rollout_policy)")
-        self.policy, self.config = policy, config
+        self.policy, self.config, self.objective = policy, config, open_objective(config)
         self.merged_old = rollout_policy if config.train.old_from_rollout else None
         self.layers = list(lora_state(policy.transformer, "default"))
         self.parameters = lora_parameters(policy.transformer, "default")
@@ -78,7 +78,8 @@ class Learner:
         """Take one optimizer step on ``data`` and advance old_policy and EMA; the metrics are equal on all ranks."""
         size = self.config.batch.train
         num_batches = -(-len(data.seeds) // size)
-        total = OrderFreeSum(sum(p.numel() for p in self.parameters) + NUM_SUMS, num_batches, world.device)
+        num_sums = NUM_SUMS + len(self.objective.metrics)
+        total = OrderFreeSum(sum(p.numel() for p in self.parameters) + num_sums, num_batches, world.device)
         for number in range(num_batches):
             if (number * size) // self.config.batch.rollout % world.size == world.rank:
                 stop()
@@ -86,8 +87,8 @@ class Learner:
                 total.add([*(p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters), losses])
                 self.optimizer.zero_grad()
         summed = total.result(world)
-        gradient = summed[:-NUM_SUMS].float()
-        policy_loss, kl, old_distance, old_error = summed[-NUM_SUMS:].tolist()
+        gradient = summed[:-num_sums].float()
+        policy_loss, kl, old_distance, old_error, *own = summed[-num_sums:].tolist()
         for parameter, part in zip(self.parameters, gradient.split([p.numel() for p in self.parameters]), strict=True):
             parameter.grad = part.view_as(parameter)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.train.max_grad_norm, error_if_nonfinite=True)
@@ -105,76 +106,71 @@ class Learner:
             "health/policy_change": max(
                 float((p.detach() - q).abs().max()) for p, q in zip(self.parameters, before, strict=True)
             ),
+            **{f"health/{name}": value for name, value in zip(self.objective.metrics, own, strict=True)},
         } | ({"health/old_rollout_error": old_error} if self.merged_old else {})
 
     def _accumulate(self, data: TrainingSet, samples: range) -> Tensor:
-        """Add one micro-batch's gradient to ``.grad``; return its share of the NUM_SUMS sums."""
+        """Add one micro-batch's gradient to ``.grad``; return its share of the sums beside it."""
         train, train_batch, device = self.config.train, self.config.batch.train, self.policy.device
         numbers = [*samples] + [samples[-1]] * (train_batch - len(samples))
         weight = data.weights[numbers].to(device)
         weight[len(samples) :] = 0
         weight /= float(data.weights.sum()) * self.config.num_train_timesteps
-        clean = torch.stack([data.clean[i] for i in numbers])
         conditioning = data.conditioning.rows([data.groups[i] for i in numbers])
-        advantages = data.advantages[numbers].to(device)
-        seeds = [data.seeds[i] for i in numbers]
-        sigmas = self._train_sigmas(seeds).to(device)
-        latents = []
-        for t in range(self.config.num_train_timesteps):
-            fresh = noise([derive_seed(seed, f"train/{t}") for seed in seeds], self.policy.latent_shape).to(device)
-            latents.append(noised(clean, fresh, sigmas[:, t]))
-        frozen = self._frozen_velocities(latents, sigmas, conditioning)
-        sums = torch.zeros(NUM_SUMS, device=device)
-        if self.merged_old and samples.start == 0:
-            sums[3] = self._merged_error(frozen[0][0], latents[0], sigmas[:, 0], conditioning)
-        for t, (old, reference) in enumerate(frozen):
-            sigma = sigmas[:, t]
+        batch = Batch(
+            seeds=[data.seeds[i] for i in numbers],
+            advantages=data.advantages[numbers].to(device),
+            clean=torch.stack([data.clean[i] for i in numbers]),
+            trajectory=Trajectory.stack([data.trajectories[i] for i in numbers]) if data.trajectories else None,
+            sigmas=self.policy.sigmas(self.config.train_stage.num_steps),
+        )
+        points = list(self.objective.points(batch, self.config))
+        frozen = self._frozen_velocities(points, conditioning)
+        sums = torch.zeros(NUM_SUMS + len(self.objective.metrics), device=device)
+        if frozen[0][0] is not None and self.merged_old and samples.start == 0:
+            sums[3] = self._merged_error(frozen[0][0], points[0], conditioning)
+        for point, (old, reference) in zip(points, frozen, strict=True):
             with updating(self.policy, gradient=True):
-                velocity = self.policy.velocity(latents[t], sigma, conditioning)
-            policy, kl = nft_loss(
-                velocity, old, latents[t], clean, sigma, advantages,
-                reference_velocity=reference, beta=train.beta, advantage_clip=train.advantage_clip,
-            )  # fmt: skip
+                velocity = self.policy.velocity(point.latents, point.sigma, conditioning)
+            old = velocity.detach() if old is None else old
+            policy, kl, *own = point.loss(velocity, old, reference_velocity=reference)
             ((policy + train.kl_weight * kl) * weight).sum().backward()
             distance = (velocity.detach() - old).square().flatten(1).mean(1)
             sums[:3] += torch.stack([(policy.detach() * weight).sum(), (kl.detach() * weight).sum(), distance @ weight])
+            for i, values in enumerate(own, NUM_SUMS):
+                sums[i] += values @ weight
         return sums
 
     def _frozen_velocities(
-        self, latents: list[Tensor], sigmas: Tensor, conditioning: Conditioning
-    ) -> list[tuple[Tensor, Tensor | None]]:
-        """Per timestep (old_policy's velocity, the reference's or None without a KL term).
+        self, points: list[Point], conditioning: Conditioning
+    ) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Per point (old_policy's velocity or None where it is the policy's, the reference's or None if not needed).
 
-        All timesteps of a micro-batch at once: switching adapters costs the host a tenth of a small model's forward.
+        All points of a micro-batch at once: switching adapters costs the host a tenth of a small model's forward.
         """
         transformer, policy = self.policy.transformer, self.policy
 
         def velocities(policy: Policy) -> list[Tensor]:
-            return [policy.velocity(x, sigmas[:, t], conditioning) for t, x in enumerate(latents)]
+            return [policy.velocity(point.latents, point.sigma, conditioning) for point in points]
 
-        references: list[Tensor] | list[None] = [None] * len(latents)
+        old: list[Tensor] | list[None] = [None] * len(points)
+        references: list[Tensor] | list[None] = [None] * len(points)
         if self.merged_old:
             with drawing(self.merged_old):
                 old = velocities(self.merged_old)
         with updating(policy, gradient=False):
-            if not self.merged_old:
+            if not (self.merged_old or self.config.train.is_on_policy):
                 with adapter(transformer, "old"):
                     old = velocities(policy)
-            if self.config.train.kl_weight > 0:
+            if self.config.train.kl_weight > 0 or self.objective.needs_reference:
                 with adapter(transformer, None):
                     references = velocities(policy)
         return list(zip(old, references, strict=True))
 
-    def _merged_error(self, merged: Tensor, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def _merged_error(self, merged: Tensor, point: Point, conditioning: Conditioning) -> Tensor:
         """Mean squared distance of old_policy's velocity from merged weights and from its adapter."""
         with updating(self.policy, gradient=False), adapter(self.policy.transformer, "old"):
-            return (merged - self.policy.velocity(latents, sigma, conditioning)).square().mean()
-
-    def _train_sigmas(self, seeds: list[int]) -> Tensor:
-        """[B, T] float32: per sample T different sigmas of the rollout grid, 1 included and 0 not."""
-        grid = self.policy.sigmas(self.config.train_stage.num_steps)[:-1].float()
-        picks = [generator(derive_seed(seed, "sigmas")).permutation(len(grid)) for seed in seeds]
-        return torch.stack([grid[torch.from_numpy(p[: self.config.num_train_timesteps])] for p in picks])
+            return (merged - self.policy.velocity(point.latents, point.sigma, conditioning)).square().mean()
 
     @torch.no_grad()
     def _average(self) -> None:

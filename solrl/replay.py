@@ -138,6 +138,7 @@ def _draw(
     parts = rollout(
         policy, conditioning, [entry.prompt], [[entry.seed]], stage, batch=config.batch,
         world=session.world, clock=Stopwatch(session.world.device), stop=session.stop, phase="replay",
+        sampler=session.sampler(stage),
     )  # fmt: skip
     (part,) = parts
     values, present = call_reward(session.reward, part.images, part.prompts)

@@ -8,6 +8,7 @@ only until they are scored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,18 @@ from solrl.config import BatchConfig, StageConfig
 from solrl.distributed import World
 from solrl.groups import noise, standardized_sum
 from solrl.samplers import sample
-from solrl.types import Conditioning, Policy, Reward, RewardFailed, Rollouts, Scores, Seeds, SolrlError
+from solrl.types import (
+    Conditioning,
+    PathSampler,
+    Policy,
+    Reward,
+    RewardFailed,
+    Rollouts,
+    Scores,
+    Seeds,
+    SolrlError,
+    Trajectory,
+)
 
 
 def rollout(
@@ -33,11 +45,12 @@ def rollout(
     clock: Stopwatch,
     stop: Callable[[], None],
     phase: str,
+    sampler: PathSampler | None = None,
 ) -> Iterator[Rollouts]:
     """Draw ``seeds[g][n]`` for ``prompts[g]``: this rank's micro-batches, one at a time.
 
     ``conditioning`` has one row a prompt. ``stop`` is called before each micro-batch and may raise; the time goes to
-    ``phase`` of ``clock``.
+    ``phase`` of ``clock``. ``sampler`` draws in place of the stage's solver.
     """
     flat = [(group, seed) for group, row in enumerate(seeds) for seed in row]
     sigmas = policy.sigmas(stage.num_steps)
@@ -49,13 +62,19 @@ def rollout(
         with clock.phase(phase), drawing(policy):
             rows = conditioning.rows([group for group, _ in padded])
             start = noise([seed for _, seed in padded], policy.latent_shape).to(policy.device)
-            clean = sample(lambda x, sigma: policy.velocity(x, sigma, rows), start, sigmas, stage.solver)  # noqa: B023
+            velocity = partial(policy.velocity, conditioning=rows)
+            if sampler is None:
+                clean, trajectory = sample(velocity, start, sigmas, stage.solver), None
+            else:
+                trajectory = sampler(velocity, start, sigmas, [seed for _, seed in padded])
+                clean = trajectory.latents[:, -1]
             images = torch.cat([policy.decode(piece) for piece in clean.split(batch.decode or len(clean))])
         yield Rollouts(
             index=torch.arange(first, first + len(part)),
             prompts=[prompts[group] for group, _ in part],
             clean=clean[: len(part)],
             images=images[: len(part)],
+            trajectory=trajectory.rows(slice(len(part))) if trajectory else None,
         )
 
 
@@ -94,12 +113,15 @@ class ScoreBoard:
         self.values = torch.zeros(size, dtype=torch.float64)
         self.present = torch.zeros(shape[0] * shape[1], dtype=torch.int64)
         self.clean: dict[int, Tensor] = {}
+        self.trajectories: dict[int, Trajectory] = {}
 
     def add(self, part: Rollouts, values: Tensor, present: Tensor) -> None:
-        """Enter one micro-batch's scores, [b] or with weights [b, R], and keep its clean latents."""
+        """Enter one micro-batch's scores, [b] or with weights [b, R], and keep its latents."""
         self.values[part.index] = values
         self.present[part.index] = present.long()
         self.clean.update(zip(part.index.tolist(), part.clean, strict=True))
+        if part.trajectory:
+            self.trajectories.update({number: part.trajectory.rows(i) for i, number in enumerate(part.index.tolist())})
 
     def gather(self, world: World) -> Scores:
         """All ranks' scores together; latents stay where they are."""
@@ -107,10 +129,11 @@ class ScoreBoard:
         world.sum_(self.present)
         present = self.present.view(self.shape) == 1
         if self.weights is None:
-            return Scores(self.values.view(self.shape), present, self.clean)
+            return Scores(self.values.view(self.shape), present, self.clean, trajectories=self.trajectories)
         parts = self.values.view(*self.shape, len(self.weights))
         total = parts @ torch.tensor(self.weights, dtype=torch.float64)
-        return Scores(total, present, self.clean, standardized_sum(parts, self.weights, present))
+        standardized = standardized_sum(parts, self.weights, present)
+        return Scores(total, present, self.clean, standardized, self.trajectories)
 
 
 def part_weights(reward: Reward) -> tuple[float, ...] | None:

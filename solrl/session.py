@@ -5,8 +5,8 @@ A session draws and learns but writes nothing, so that replay can run the same s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,19 +14,20 @@ from torch import Tensor, nn
 
 from solrl.clock import Stopwatch
 from solrl.compute import compile_, compile_mode, drawing, eagerly, repeated_blocks, use_cache_folder
-from solrl.config import Config, StageConfig
+from solrl.config import Config, RegenerateConfig, StageConfig
 from solrl.distributed import World
 from solrl.groups import Selection, candidate_seed
 from solrl.learner import Learner
 from solrl.models.base import load_policy, lora_state, quiet_loading
 from solrl.models.decoder import decode_slice, load_tiny_decoder, use_fast_layout_, with_decoder
+from solrl.objectives.base import open_objective
 from solrl.prompts import load_prompt_lists
 from solrl.quant.backends import choose_backend, describe
 from solrl.quant.bounds import Work, measure_work, speed_bounds
 from solrl.quant.proof import check_products, profile
 from solrl.quant.trees import RolloutTrees, SyncReport
 from solrl.rollout import rollout, score
-from solrl.types import Conditioning, LoraPair, Policy, Reward, Scores, Seeds, UsageError
+from solrl.types import Conditioning, LoraPair, PathSampler, Policy, Reward, Rollouts, Scores, Seeds, UsageError
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,21 @@ class Session:
         *,
         phase: str,
         clock: Stopwatch,
+        keeps_trajectories: bool = False,
     ) -> Scores:
         """Draw and score ``seeds[g][n]`` for ``prompts[g]``; equal on every rank, latents where they were drawn."""
-        parts = rollout(
-            policy, conditioning, prompts, seeds, stage,
-            batch=self.config.batch, world=self.world, clock=clock, stop=self.stop, phase=phase,
+        parts: Iterable[Rollouts] = rollout(
+            policy, conditioning, prompts, seeds, stage, batch=self.config.batch, world=self.world, clock=clock,
+            stop=self.stop, phase=phase, sampler=self.sampler(stage),
         )  # fmt: skip
+        if not keeps_trajectories:
+            parts = (replace(part, trajectory=None) for part in parts)
         shape = (len(seeds), len(seeds[0]) if seeds else 0)
         return score(self.reward, parts, shape, world=self.world, clock=clock)
+
+    def sampler(self, stage: StageConfig) -> PathSampler | None:
+        """What draws a stage: the objective's own sampler, if it has one, all that is regenerated; None: its solver."""
+        return self.learner.objective.sampler(self.config) if isinstance(stage, RegenerateConfig) else None
 
     def sync(self, adapters: dict[str, LoraPair] | None = None) -> SyncReport:
         """Put ``adapters`` (by default old_policy's) into rollout tree and explorer, in place."""
@@ -183,6 +191,7 @@ class Session:
 def open_session(config: Config, world: World, stop: Callable[[], None]) -> Session:
     """A session at step 0, calibrated. Everything that can be wrong with settings or files is found here."""
     quiet_loading()
+    open_objective(config)  # what is wrong with it is said before the model loads
     train_prompts, heldout_prompts = load_prompt_lists(config)
     backend = choose_backend(config.explore, world.device)
     reward = open_reward("reward.name", config.reward.name, config.reward.options)

@@ -1,8 +1,9 @@
 """Two-stage reinforcement learning on one process group (Sol-RL, arXiv 2604.06916, section 3.4).
 
 Per step: explore many candidates per prompt cheaply, keep the most contrastive seeds, draw only those again in full
-precision, and take one DiffusionNFT step on them. Plain DiffusionNFT, naive scaling and naive quantized training are
-settings of this loop: a stage that is switched off hands its job to the other one.
+precision, and take one optimizer step on them: DiffusionNFT's, or that of another of the objectives. Training without
+exploration, naive scaling and naive quantized training are settings of this loop: a stage that is switched off hands
+its job to the other one.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ def run_step(session: Session, step: int, clock: Stopwatch) -> StepRecord:
     # Stage 2: draw the kept seeds again in full precision. Nothing from stage 1 is trained on.
     if regenerate.enabled:
         rewards = session.draw(
-            session.rollout_policy, rows, kept_prompts, kept_seeds, regenerate, phase="regenerate", clock=clock
-        )
+            session.rollout_policy, rows, kept_prompts, kept_seeds, regenerate, phase="regenerate", clock=clock,
+            keeps_trajectories=True,
+        )  # fmt: skip
     else:
         assert proxy is not None
         rewards = restrict(proxy, selection)
@@ -125,6 +127,7 @@ def audit(
     config = session.config
     every = config.output.audit_every_steps
     if not (config.explore.enabled and config.regenerate.enabled and every and step % every == 0 and selection.groups):
+        trajectories=rewards.trajectories,
         return {}
     group = selection.groups[step // every % len(selection.groups)]
     scores = session.draw(

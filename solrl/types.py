@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
 
 import torch
@@ -113,6 +113,29 @@ class LoraPair:
 
 
 @dataclass(frozen=True)
+class Trajectory:
+    """The way samples were drawn, for a loss that needs the likelihood of each step. Rows are samples."""
+
+    latents: Tensor  # [B, num_steps + 1, ...] float32: noise first, clean last
+    log_probs: Tensor  # [B, num_steps] float32: of each step under the policy that drew it; 0 in steps without noise
+    trained: Tensor  # [B, num_steps] bool on the CPU: the steps trained on, equally many in every row
+
+    def rows(self, index: slice | int) -> Trajectory:
+        """The samples named by ``index``; an int gives one sample's, without the batch dimension."""
+        return Trajectory(self.latents[index], self.log_probs[index], self.trained[index])
+
+    @staticmethod
+    def stack(single: Sequence[Trajectory]) -> Trajectory:
+        """Samples without a batch dimension -> one row each."""
+        fields = ((one.latents, one.log_probs, one.trained) for one in single)
+        return Trajectory(*(torch.stack(tensors) for tensors in zip(*fields, strict=True)))
+
+
+PathSampler: TypeAlias = Callable[[VelocityFn, Tensor, Tensor, Sequence[int]], Trajectory]
+"""(velocity, noise [B, ...], sigmas [num_steps + 1], seeds of the B samples) -> how they were drawn."""
+
+
+@dataclass(frozen=True)
 class Rollouts:
     """One micro-batch of finished samples, padding removed."""
 
@@ -120,6 +143,7 @@ class Rollouts:
     prompts: list[str]  # b prompts
     clean: Tensor  # [b, ...] float32, the sampler's last latents
     images: Tensor  # [b, 3, H, W] float32 in [0, 1]
+    trajectory: Trajectory | None = None  # where a PathSampler drew them
 
 
 @dataclass(frozen=True)
@@ -130,6 +154,7 @@ class Scores:
     present: Tensor  # [G, N] bool on the CPU
     clean: dict[int, Tensor]  # flat position -> clean latents, only of the samples this rank drew
     standardized: Tensor | None = None  # [G, N] float64, for a reward of several parts (groups.standardized_sum)
+    trajectories: dict[int, Trajectory] = field(default_factory=dict)  # as ``clean``, where they were kept
 
     @property
     def signal(self) -> Tensor:

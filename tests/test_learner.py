@@ -12,6 +12,7 @@ from solrl.distributed import OrderFreeSum
 from solrl.groups import group_seeds, noise
 from solrl.learner import Learner, TrainingSet
 from solrl.models import adapter, load_policy, lora_state
+from solrl.objectives.base import train_sigmas
 from solrl.objectives.nft import nft_loss
 from solrl.types import Policy, SolrlError
 from tests.parts import ALONE, CPU, never, tiny_config
@@ -48,7 +49,7 @@ def test_the_first_gradient_equals_one_plain_backward_over_all_pairs() -> None:
     grads: list[torch.Tensor] = []
     some.update(data, ALONE, never)
 
-    sigmas = some._train_sigmas(data.seeds)
+    sigmas = train_sigmas(data.seeds, policy.sigmas(3), config.num_train_timesteps)
     total = torch.zeros(())
     conditioning = data.conditioning.rows(data.groups)
     clean = torch.stack([data.clean[i] for i in range(6)])
@@ -75,7 +76,7 @@ def test_the_first_gradient_equals_one_plain_backward_over_all_pairs() -> None:
 def test_each_sample_trains_different_sigmas_of_the_grid_and_never_zero() -> None:
     some = learner(regenerate={"num_steps": 5}, train={"timestep_fraction": 0.8})
     seeds = [seed for row in group_seeds(0, 1, 4, 16) for seed in row]
-    sigmas = some._train_sigmas(seeds)
+    sigmas = train_sigmas(seeds, some.policy.sigmas(5), some.config.num_train_timesteps)
     grid = some.policy.sigmas(5).float()
     assert sigmas.shape == (64, 4)
     assert all(len(set(row)) == 4 and set(row) <= set(grid[:-1].tolist()) for row in sigmas.tolist())

@@ -1,5 +1,6 @@
 """Prompt files, and which prompts a step draws."""
 
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -29,6 +30,61 @@ def test_a_file_is_read_stripped_without_blank_lines(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_bytes("\ufeffa cat\r\n\r\n  a dog \n\n\u00e9t\u00e9\n".encode())
     assert load_prompts(file) == ["a cat", "a dog", "\u00e9t\u00e9"]
+
+
+def test_json_lines_give_their_prompts_in_order(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": " a cat ", "tag": 1}\n\n{"tag": 2, "prompt": "a\u2028dog"}\n', "utf-8")
+    assert load_prompts(file) == ["a cat", "a\u2028dog"]
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        ("a cat", "line 2 is not JSON"),
+        ('{"text": "a cat", "id": 1}', 'line 2 has no text under "prompt" (it has text, id)'),
+        ('{"prompt": 3}', 'line 2 has no text under "prompt"'),
+        ('["a cat"]', 'line 2 has no text under "prompt" (it has list)'),
+    ],
+)
+def test_a_row_without_a_prompt_is_named(second: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' + second)
+    line = failure(str(tmp_path / "rows.jsonl"), "shapes_heldout")
+    assert f"rows.jsonl, {expected}" in line
+
+
+def test_a_data_set_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert (
+        failure("hf:some/body", "shapes_heldout")
+        == 'hf:some/body needs the package datasets: pip install "solrl[data]"'
+    )
+
+
+def test_a_data_set_gives_a_column_of_a_split(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "table").mkdir()
+    (tmp_path / "table" / "test.jsonl").write_text(
+        '{"prompt": "a", "text": " b ", "n": 1}\n{"prompt": "c", "text": "d", "n": 2}\n'
+    )
+    folder = f"hf:{tmp_path / 'table'}"
+    assert load_prompts(f"{folder}?split=test") == ["a", "c"]
+    assert load_prompts(f"{folder}?split=test&column=text") == ["b", "d"]
+    rows = datasets.load_dataset(str(tmp_path / "table"))
+    rows.save_to_disk(tmp_path / "saved")
+    assert load_prompts(f"hf:{tmp_path / 'saved'}?split=test") == ["a", "c"]
+    rows["test"].save_to_disk(tmp_path / "one")
+    assert load_prompts(f"hf:{tmp_path / 'one'}") == ["a", "c"]
+    for source, expected in {
+        folder: 'Unknown split "train"',
+        f"{folder}?split=test&column=caption": "has no column 'caption'; set column= to one of prompt, text, n",
+        f"{folder}?split=test&column=n": "column 'n' holds other things than texts",
+        f"{folder}?splits=test": "splits is none of split, column, config, revision",
+        f"{folder}?test": "write hf:NAME?split=train&column=prompt",
+        f"hf:{tmp_path / 'saved'}?split=dev": "it has no split 'dev'; its splits are test",
+        f"hf:{tmp_path / 'nowhere'}": "cannot be loaded: ",
+    }.items():
+        assert expected in failure(source, "shapes_heldout")
 
 
 def test_the_embedded_lists_do_not_overlap() -> None:

@@ -7,7 +7,6 @@ which every rollout is drawn from. With adapters off it is the reference policy.
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import json
 import math
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from solrl.config import Config, LoraConfig, ModelConfig
 from solrl.groups import candidate_seed, noise
+from solrl.plugins import find_class
 from solrl.types import Conditioning, LoraPair, Policy, SolrlError, UsageError
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
@@ -109,7 +109,7 @@ def load_policy(config: Config, device: torch.device) -> Policy:
 
     A layer's initial adapter is A ~ N(0, 1/rank) and B = 0, drawn from the run seed, or what ``model.init_lora`` holds.
     """
-    policy: Policy = _family(config.model.family)(config.model, device)
+    policy: Policy = find_class("model.family", config.model.family, FAMILIES)(config.model, device)
     policy.requires_grad_(False).eval()
     lora = config.lora if config.lora.targets else config.lora.model_copy(update={"targets": policy.lora_targets})
     add_adapters(policy.transformer, lora, config.seed)
@@ -119,17 +119,6 @@ def load_policy(config: Config, device: torch.device) -> Policy:
         transformer: Any = policy.transformer
         transformer.enable_gradient_checkpointing()
     return policy
-
-
-def _family(name: str) -> Any:
-    target = FAMILIES.get(name, name)
-    module, _, attribute = target.partition(":")
-    if not attribute:
-        raise UsageError(f"model.family {name!r} is unknown; known: {', '.join(FAMILIES)}, or package.module:Class")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"model.family {name!r} cannot be imported: {error}") from error
 
 
 def model_source(model: ModelConfig) -> str:

@@ -7,10 +7,28 @@ v = v_old the gradient is the advantage times the gradient of the positive term.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator
+from functools import partial
+
 from torch import Tensor
 
+from solrl.config import Config
 from solrl.flow import clean_from_velocity, per_sample
+from solrl.objectives.base import Batch, Objective, Point, noisings, velocity_distance
+
+
+class NFT(Objective):
+    """DiffusionNFT; its settings are those of ``train`` itself."""
+
+    def points(self, batch: Batch, config: Config) -> Iterator[Point]:
+        """See Objective."""
+        train = config.train
+        for latents, sigma, _ in noisings(batch, config.num_train_timesteps):
+            loss = partial(
+                nft_loss, noised=latents, clean=batch.clean, sigma=sigma, advantages=batch.advantages, beta=train.beta,
+                advantage_clip=train.advantage_clip,
+            )  # fmt: skip
+            yield Point(latents, sigma, loss)
 
 
 def nft_loss(
@@ -40,9 +58,7 @@ def nft_loss(
         _normalised_error(clean_from_velocity(noised, v, sigma.float()), clean) for v in (positive, negative)
     )
     policy = advantage_clip * (good * fit_positive + (1 - good) * fit_negative) / beta
-    if reference_velocity is None:
-        return policy, torch.zeros_like(policy)
-    return policy, (velocity - reference_velocity.detach().float()).square().flatten(1).mean(1)
+    return policy, velocity_distance(velocity, reference_velocity)
 
 
 def _normalised_error(predicted: Tensor, clean: Tensor) -> Tensor:
