@@ -136,9 +136,27 @@ class RegenerateConfig(StageConfig):
     """Candidates kept per prompt, K: the K/2 best and K/2 worst."""
 
 
-class TrainConfig(Section):
-    """The DiffusionNFT update."""
+OBJECTIVE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "awm": {"old_decay_cap": 0.3},
+    "flow_grpo": {"old_decay_rate": 0.0, "timestep_fraction": 0.99, "kl_weight": 0.01},
+    "dance_grpo": {"old_decay_rate": 0.0, "advantage_std": "sample", "kl_weight": 0.0},
+    "dpo": {"kl_weight": 0.0},
+}
+"""What an objective's source sets otherwise than DiffusionNFT's: defaults of ``train`` under that objective."""
 
+
+class TrainConfig(Section):
+    """The update."""
+
+    objective: str = "nft"
+    """What is minimised: nft (DiffusionNFT), awm, flow_grpo, dance_grpo, dpo, or a dotted path `package.module:Class`.
+
+    Unless set, old_decay_cap is 0.3 for awm; old_decay_rate is 0 (on-policy) for flow_grpo and dance_grpo;
+    timestep_fraction is 0.99 for flow_grpo; advantage_std is sample for dance_grpo; kl_weight is 0.01 for flow_grpo and
+    0 for dance_grpo and dpo. flow_grpo and dance_grpo need regenerate.enabled, dpo needs regenerate.group_size = 2.
+    """
+    objective_options: dict[str, Any] = {}
+    """The objective's own settings, e.g. `--train.objective_options.noise_level 0.8`; solrl/objectives lists them."""
     num_steps: int = Field(300, gt=0)
     """Optimizer steps; one per round of exploration."""
     learning_rate: float = Field(3e-4, gt=0)
@@ -156,7 +174,10 @@ class TrainConfig(Section):
     beta: float = Field(1.0, gt=0)
     """DiffusionNFT guidance strength: v+ = beta v + (1 - beta) v_old."""
     kl_weight: float = Field(1e-4, ge=0)
-    """Weight of the mean squared velocity distance to the adapter-free model; 0 skips its forward pass."""
+    """Weight of the mean squared velocity distance to the adapter-free model; 0 skips its forward pass.
+
+    flow_grpo and dance_grpo measure the distance of the sampler's means, over twice its variance.
+    """
     old_from_rollout: bool = False
     """Take old_policy's velocity from the merged rollout tree, which is faster than its adapter.
 
@@ -165,14 +186,34 @@ class TrainConfig(Section):
     """
     advantage_clip: float = Field(5.0, gt=0)
     """Advantages are clipped to plus or minus this."""
-    advantage_std: Literal["global", "group"] = "global"
-    """Spread that advantages are divided by: of the step's rewards (reference code) or of the group's (paper Eq. 3)."""
+    advantage_std: Literal["global", "group", "sample"] = "global"
+    """Spread that advantages are divided by: of the step's rewards (reference code) or of the group's (paper Eq. 3).
+
+    sample: of the group's, as that of a sample (divided by n - 1), which is DanceGRPO's.
+    """
     old_decay_rate: float = Field(0.001, ge=0)
     """old_policy <- d old_policy + (1 - d) policy with d = min(rate * step, cap)."""
     old_decay_cap: float = Field(0.5, ge=0, lt=1)
     """Cap of that decay."""
     ema_decay: float = Field(0.9, ge=0, lt=1)
     """Cap of the weight average used for evaluation and export: min((1 + step) / (10 + step), this)."""
+
+    @property
+    def method(self) -> str:
+        """The objective's name for people."""
+        return "DiffusionNFT" if self.objective == "nft" else self.objective
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether old_policy is the policy at every update, and so needs no forward pass of its own."""
+        return (self.old_decay_rate == 0 or self.old_decay_cap == 0) and not self.old_from_rollout
+
+    @model_validator(mode="before")
+    @classmethod
+    def _objective_defaults(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return OBJECTIVE_DEFAULTS.get(str(given.get("objective")), {}) | given
 
 
 class BatchConfig(Section):

@@ -203,8 +203,9 @@ def plan_lines(config: Config, *, device: str, world_size: int, policy: str, exp
     if regenerate.enabled:
         facts["regenerate"] = _stage(regenerate, config, world_size)
     facts["update"] = (
-        f"{train.method}, {samples} samples x {config.num_train_timesteps} timesteps = {samples * config.num_train_timesteps} pairs, "
-        f"{passes} forward and 1 backward pass each; {_count(batches, 'micro-batch', 'micro-batches')} of "
+        f"{train.method}, {samples} samples x {config.num_train_timesteps} timesteps = "
+        f"{samples * config.num_train_timesteps} pairs, {passes} forward and 1 backward pass each; "
+        f"{_count(batches, 'micro-batch', 'micro-batches')} of "
         f"{config.batch.train}{_padding(samples, batches * config.batch.train)}, 1 optimizer step"
     )
     facts["evaluate"] = _evaluation(config)

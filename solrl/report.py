@@ -91,7 +91,8 @@ def _header(run_dir: Path, config: Config, environment: Mapping[str, Any], rows:
     gpu, cpu = environment.get("device", "unknown"), environment.get("cpu", "unknown")
     hardware = f"{cpu}, {environment.get('num_cpus', '?')} CPUs" if gpu == "cpu" else gpu
     explore = config.explore
-    explorer = str(environment.get("precision", "not recorded")) if explore.enabled else f"off: plain {config.train.method}"
+    without = f"off: plain {config.train.method}"
+    explorer = str(environment.get("precision", "not recorded")) if explore.enabled else without
     facts = [
         ("Model", f"{config.model.path}, {config.model.width} x {config.model.height}, LoRA rank {config.lora.rank}"),
         ("Trained reward", config.reward.name),

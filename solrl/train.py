@@ -110,6 +110,7 @@ def update(session: Session, rewards: Scores, seeds: Seeds, conditioning: Condit
         weights=rewards.present.flatten().float(),
         clean=clean,
         conditioning=conditioning,
+        trajectories=rewards.trajectories,
     )
     return session.learner.update(data, world, session.stop)
 
@@ -127,7 +128,6 @@ def audit(
     config = session.config
     every = config.output.audit_every_steps
     if not (config.explore.enabled and config.regenerate.enabled and every and step % every == 0 and selection.groups):
-        trajectories=rewards.trajectories,
         return {}
     group = selection.groups[step // every % len(selection.groups)]
     scores = session.draw(
