@@ -1,11 +1,13 @@
 """Who sends which piece of a parameter to whom (PivotRL Appendix B.2). Pure: layouts in, transfers out.
 
 A stored layout and a wanted layout cut a parameter at different places. Their common refinement gives atomic slices,
-which are moved whole. Every (slice, receiver) pair is a demand that any holder of the slice can serve.
+which are moved whole. Every (slice, receiver) pair is a demand that any holder of the slice can serve. Roles come back
+to the same places again and again, so a plan is made once for each signature and remembered.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -63,3 +65,33 @@ def plan_senders(
         busy[sender] = busy.get(sender, 0.0) + cost_s(piece, sender, receiver)
         transfers.append(Transfer(piece, sender, receiver))
     return transfers, busy
+
+
+@dataclass(frozen=True)
+class Signature:
+    """All that a plan depends on: (M, G, P) of the paper, what the links were measured at, and who takes part."""
+
+    model: str
+    receivers: tuple[int, ...]
+    parallelism: str
+    links: str = ""
+    """A digest of the measured bandwidths."""
+    epoch: int = 0
+    """Goes up when a node joins or leaves."""
+
+
+class PlanCache:
+    """The plans used last, ``max_plans`` of them."""
+
+    def __init__(self, max_plans: int = 256) -> None:
+        self._max_plans = max_plans
+        self._plans: OrderedDict[Signature, tuple[Transfer, ...]] = OrderedDict()
+
+    def plan(self, signature: Signature, make: Callable[[], Iterable[Transfer]]) -> tuple[Transfer, ...]:
+        """The transfers of ``signature``; ``make`` is called where it was not asked for before."""
+        if signature not in self._plans:
+            self._plans[signature] = tuple(make())
+            if len(self._plans) > self._max_plans:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(signature)
+        return self._plans[signature]

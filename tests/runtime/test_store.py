@@ -342,8 +342,10 @@ def test_stores_that_are_closed_give_their_memory_back() -> None:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssShmem"))
 
+    kept = []  # so that closing gives back, and not forgetting
     for repeat in range(8):
         with Store.create([EntrySet.like("policy", {"w": torch.zeros(1 << 22, dtype=torch.uint8)})]) as store:
+            kept.append(store)
             store.write("policy", 1, {"w": torch.ones(1 << 22, dtype=torch.uint8)})
         if repeat == 1:
             before = resident()

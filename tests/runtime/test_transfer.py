@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from solrl.errors import SolrlError
-from solrl.runtime.transfer import plan_senders, refine
+from solrl.runtime.transfer import PlanCache, Signature, Transfer, plan_senders, refine
 
 HOLDERS = {(w, s): ([0, 2] if s < 2 else [1, 3]) for w in (0, 1) for s in range(4)}
 DEMANDS = [((w, s), gpu) for w in (0, 1) for s, gpu in ((0, 0), (2, 0), (1, 1), (3, 1))]
@@ -63,3 +64,32 @@ def test_atomic_slices_cover_once_and_no_cut_divides_them(rows: int, columns: in
 def test_a_layout_that_cuts_outside_is_refused() -> None:
     with pytest.raises(SolrlError, match="dimension 1"):
         refine((4, 4), [((0, 4), (0, 5))])
+
+
+def test_a_plan_is_made_once_until_anything_it_depends_on_changes() -> None:
+    made: list[Signature] = []
+    cache = PlanCache(max_plans=8)
+
+    def plan(signature: Signature) -> tuple[Transfer, ...]:
+        def make() -> list[Transfer]:
+            made.append(signature)
+            return plan_senders(DEMANDS, HOLDERS, cost, policy="paper")[0]
+
+        return cache.plan(signature, make)
+
+    first = Signature("policy", (0, 1), "tp=2", "ab12")
+    assert plan(first) is plan(Signature("policy", (0, 1), "tp=2", "ab12"))
+    assert list(plan(first)) == plan_senders(DEMANDS, HOLDERS, cost, policy="paper")[0]
+    changes = ({"model": "judge"}, {"receivers": (0, 2)}, {"parallelism": "tp=1"}, {"links": "cd34"}, {"epoch": 1})
+    others = [replace(first, **change) for change in changes]
+    for other in others:
+        plan(other)
+    assert made == [first, *others]
+
+
+def test_the_plans_used_last_are_the_ones_kept() -> None:
+    made: list[str] = []
+    cache = PlanCache(max_plans=2)
+    for model in ("a", "b", "a", "c", "a", "b"):
+        cache.plan(Signature(model, (0,), ""), lambda model=model: made.append(model) or [])  # type: ignore[misc]
+    assert made == ["a", "b", "c", "b"]
