@@ -44,9 +44,13 @@ CHANGEABLE = frozenset(
         "output.checkpoint_every_steps",
         "output.audit_every_steps",
         "output.trackers",
+        "runtime.mode",
+        "runtime.score_processes",
+        "runtime.lost_after_s",
+        "runtime.job_timeout_s",
     }
 )
-"""Settings that a resume may change: how long to go on and what to report, never what a step computes."""
+"""Settings that a resume may change: how long to go on, what to report and who works, never what a step computes."""
 
 Warn = Callable[[str], None]
 

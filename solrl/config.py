@@ -249,6 +249,23 @@ class EvaluateConfig(Section):
     """Seed of the evaluation noise, independent of the run's."""
 
 
+class RuntimeConfig(Section):
+    """Who does what when there are several processes. Every mode gives the same samples and weights, bit for bit."""
+
+    mode: Literal["colocated", "async_score", "shiftable", "auto"] = "colocated"
+    """colocated: all processes explore, then score, then train. async_score: some only score, while others draw.
+
+    shiftable: processes move between drawing and scoring as the work asks for it (PivotRL). auto: measure a step,
+    simulate the modes, take the fastest and say by how much it is expected to win; often that is colocated.
+    """
+    score_processes: int = Field(1, gt=0)
+    """Processes that only score, with async_score."""
+    lost_after_s: float = Field(60.0, gt=1)
+    """A process without a sign of life for so long is given up, and the run with it; `--resume` goes on."""
+    job_timeout_s: float = Field(1800.0, gt=0)
+    """Longest time for one round of a micro-batch, or for a shift; compiling counts."""
+
+
 class OutputConfig(Section):
     """The run folder and what is written to it."""
 
@@ -288,6 +305,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     batch: BatchConfig = BatchConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
     output: OutputConfig = OutputConfig()
 
     @model_validator(mode="after")

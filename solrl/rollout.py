@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from solrl.types import (
     Seeds,
     SolrlError,
     Trajectory,
+    VelocityFn,
 )
 
 
@@ -58,17 +60,15 @@ def rollout(
         stop()
         first = number * batch.rollout
         part = flat[first : first + batch.rollout]
-        padded = part + [part[-1]] * (batch.rollout - len(part))
+        members = padded(part, batch.rollout)
         with clock.phase(phase), drawing(policy):
-            rows = conditioning.rows([group for group, _ in padded])
-            start = noise([seed for _, seed in padded], policy.latent_shape).to(policy.device)
-            velocity = partial(policy.velocity, conditioning=rows)
+            start, velocity = start_noise(policy, members), velocity_of(policy, conditioning, members)
             if sampler is None:
                 clean, trajectory = sample(velocity, start, sigmas, stage.solver), None
             else:
-                trajectory = sampler(velocity, start, sigmas, [seed for _, seed in padded])
+                trajectory = sampler(velocity, start, sigmas, [seed for _, seed in members])
                 clean = trajectory.latents[:, -1]
-            images = torch.cat([policy.decode(piece) for piece in clean.split(batch.decode or len(clean))])
+            images = decode(policy, clean, batch.decode)
         yield Rollouts(
             index=torch.arange(first, first + len(part)),
             prompts=[prompts[group] for group, _ in part],
@@ -76,6 +76,30 @@ def rollout(
             images=images[: len(part)],
             trajectory=trajectory.rows(slice(len(part))) if trajectory else None,
         )
+
+
+Members: TypeAlias = list[tuple[int, int]]
+"""(row of the conditioning, seed) of each sample of a micro-batch."""
+
+
+def padded(members: Members, size: int) -> Members:
+    """A micro-batch of the fixed shape: the last member repeated up to ``size``."""
+    return members + [members[-1]] * (size - len(members))
+
+
+def start_noise(policy: Policy, members: Members) -> Tensor:
+    """The noise that ``members`` start from, on the policy's device."""
+    return noise([seed for _, seed in members], policy.latent_shape).to(policy.device)
+
+
+def velocity_of(policy: Policy, conditioning: Conditioning, members: Members) -> VelocityFn:
+    """The policy's velocity for a micro-batch of ``members``."""
+    return partial(policy.velocity, conditioning=conditioning.rows([group for group, _ in members]))
+
+
+def decode(policy: Policy, clean: Tensor, at_once: int) -> Tensor:
+    """Images of a micro-batch, ``at_once`` at a time; 0: all."""
+    return torch.cat([policy.decode(piece) for piece in clean.split(at_once or len(clean))])
 
 
 def score(
@@ -88,13 +112,13 @@ def score(
     board = ScoreBoard(shape, part_weights(reward))
     for part in rollouts:
         with clock.phase("score"):
-            _require_finite(part)
+            require_finite(part)
             board.add(part, *call_parts(reward, part.images, part.prompts))
     return board.gather(world)
 
 
-def _require_finite(part: Rollouts) -> None:
-    """The model's own failure, before a reward is blamed for it."""
+def require_finite(part: Rollouts) -> None:
+    """Raises SolrlError for the model's own failure, before a reward is blamed for it."""
     bad = (~part.clean.isfinite().flatten(1).all(1)).nonzero().flatten()
     if len(bad):
         raise SolrlError(
@@ -115,18 +139,31 @@ class ScoreBoard:
         self.clean: dict[int, Tensor] = {}
         self.trajectories: dict[int, Trajectory] = {}
 
+    def keep(self, groups: int) -> None:
+        """Only the first ``groups`` groups were drawn."""
+        self.shape = (groups, self.shape[1])
+        self.values, self.present = (t[: groups * self.shape[1]] for t in (self.values, self.present))
+
     def add(self, part: Rollouts, values: Tensor, present: Tensor) -> None:
         """Enter one micro-batch's scores, [b] or with weights [b, R], and keep its latents."""
-        self.values[part.index] = values
-        self.present[part.index] = present.long()
+        self.enter(part.index, values, present)
         self.clean.update(zip(part.index.tolist(), part.clean, strict=True))
         if part.trajectory:
             self.trajectories.update({number: part.trajectory.rows(i) for i, number in enumerate(part.index.tolist())})
+
+    def enter(self, index: Tensor, values: Tensor, present: Tensor) -> None:
+        """Enter scores, [b] or with weights [b, R], at flat positions [b]."""
+        self.values[index] = values
+        self.present[index] = present.long()
 
     def gather(self, world: World) -> Scores:
         """All ranks' scores together; latents stay where they are."""
         world.sum_(self.values)
         world.sum_(self.present)
+        return self.scores()
+
+    def scores(self) -> Scores:
+        """What has been entered here; a candidate that has not is not present."""
         present = self.present.view(self.shape) == 1
         if self.weights is None:
             return Scores(self.values.view(self.shape), present, self.clean, trajectories=self.trajectories)

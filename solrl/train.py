@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -28,12 +29,20 @@ from solrl.signals import SignalStop
 from solrl.tracking import check_trackers
 from solrl.types import Conditioning, Scores, Seeds
 
+Drawn: TypeAlias = tuple[Scores | None, Selection, Scores]
+"""A step's proxy scores (None where nothing was explored), what was kept, and the scores trained on."""
+DrawStages: TypeAlias = Callable[[Session, list[str], Conditioning, Seeds, Stopwatch], Drawn]
+
 
 def train(config: Config, *, resume: bool = False, on_step: Callable[[dict[str, float]], None] | None = None) -> Path:
     """Run ``config`` to its last step and return the run folder. ``on_step`` sees each step's metrics.
 
     Raises UsageError or SolrlError with one line, Interrupted after a signal with everything saved.
     """
+    if config.runtime.mode != "colocated":
+        from solrl.pipeline import pipeline
+
+        return pipeline(config, resume=resume, on_step=on_step)
     check_launcher(config)
     check_trackers(config.output.trackers)
     check_folder(config.output.dir, resume)
@@ -49,20 +58,37 @@ def train(config: Config, *, resume: bool = False, on_step: Callable[[dict[str, 
     return config.output.dir
 
 
-def run_step(session: Session, step: int, clock: Stopwatch) -> StepRecord:
-    """One round of explore, select, regenerate, update, requantize."""
+def run_step(session: Session, step: int, clock: Stopwatch, draw: DrawStages | None = None) -> StepRecord:
+    """One round of explore, select, regenerate, update, requantize; ``draw`` does the first three in another way."""
     config, policy = session.config, session.policy
-    explore, regenerate = config.explore, config.regenerate
     prompts = step_prompts(session.train_prompts, config.seed, step, config.prompts.per_step)
     conditioning = policy.encode(prompts)
     seeds = group_seeds(config.seed, step, len(prompts), config.pool_size)
 
+    proxy, selection, rewards = (draw or draw_stages)(session, prompts, conditioning, seeds, clock)
+    audits = audit(session, step, selection, conditioning, prompts, seeds, clock)
+    scales = session.audit_scales() if audits else {}
+
+    with clock.phase("update"):
+        kept_seeds, rows = selection.pick(seeds), conditioning.rows(selection.groups)
+        metrics = update(session, rewards, kept_seeds, rows, lies_apart=draw is not None)
+    with clock.phase("requantize"):
+        synced = session.sync()
+    session.recalibrate(step)
+    return StepRecord(prompts, seeds, proxy, selection, rewards, audits, metrics, synced, scales)
+
+
+def draw_stages(
+    session: Session, prompts: list[str], conditioning: Conditioning, seeds: Seeds, clock: Stopwatch
+) -> Drawn:
+    """Explore, select, regenerate: every rank its share of each stage, one stage after the other."""
+    explore, regenerate = session.config.explore, session.config.regenerate
     # Stage 1: explore. Only the order of the proxy rewards inside a group is used.
     proxy = None
     if explore.enabled:
         proxy = session.draw(session.explorer, conditioning, prompts, seeds, explore, phase="explore", clock=clock)
     with clock.phase("select"):
-        selection = select(proxy, config)
+        selection = select(proxy, session.config)
         rows = conditioning.rows(selection.groups)
         kept_prompts, kept_seeds = [prompts[g] for g in selection.groups], selection.pick(seeds)
 
@@ -75,15 +101,7 @@ def run_step(session: Session, step: int, clock: Stopwatch) -> StepRecord:
     else:
         assert proxy is not None
         rewards = restrict(proxy, selection)
-    audits = audit(session, step, selection, conditioning, prompts, seeds, clock)
-    scales = session.audit_scales() if audits else {}
-
-    with clock.phase("update"):
-        metrics = update(session, rewards, kept_seeds, rows)
-    with clock.phase("requantize"):
-        synced = session.sync()
-    session.recalibrate(step)
-    return StepRecord(prompts, seeds, proxy, selection, rewards, audits, metrics, synced, scales)
+    return proxy, selection, rewards
 
 
 def select(proxy: Scores | None, config: Config) -> Selection:
@@ -95,13 +113,18 @@ def select(proxy: Scores | None, config: Config) -> Selection:
     return Selection(list(range(groups)), torch.arange(keep).repeat(groups, 1), {})
 
 
-def update(session: Session, rewards: Scores, seeds: Seeds, conditioning: Conditioning) -> dict[str, float]:
-    """One optimizer step on the kept samples, or none where no group is left."""
+def update(
+    session: Session, rewards: Scores, seeds: Seeds, conditioning: Conditioning, *, lies_apart: bool
+) -> dict[str, float]:
+    """One optimizer step on the kept samples, or none where no group is left.
+
+    ``lies_apart``: a micro-batch may have been drawn by another rank than the one that trains on it.
+    """
     if not seeds:
         return {}
     config, world = session.config, session.world
     clean = rewards.clean
-    if not config.regenerate.enabled:  # kept samples lie where they were explored
+    if lies_apart or not config.regenerate.enabled:  # samples lie on other ranks than those that train on them
         clean = exchange_clean(rewards, session.policy.latent_shape, world)
     data = TrainingSet(
         seeds=[seed for row in seeds for seed in row],

@@ -81,14 +81,14 @@ def assert_same_run(dir: Path, reference: Path) -> None:
 MOMENTS: dict[str, tuple[Any, str, int]] = {
     "calibrating": (ROLLOUT, "sample", 1),
     "first evaluation": (solrl.evaluate, "call_reward", 1),
-    "exploring step 1": (ROLLOUT, "_require_finite", 2),
+    "exploring step 1": (ROLLOUT, "require_finite", 2),
     "updating step 1": (solrl.objectives.nft, "nft_loss", 3),
     "optimizer stepped, averages not yet": (solrl.learner.Learner, "_average", 2),
     "ledger of step 2": (solrl.ledger, "write_atomic", 2),
     "metrics of step 2": (solrl.tracking.Metrics, "write", 3),
     "saving step 2": (solrl.checkpoint.os, "rename", 1),
     "exporting step 2": (solrl.export, "write_atomic", 3),
-    "exploring step 3": (ROLLOUT, "_require_finite", 12),
+    "exploring step 3": (ROLLOUT, "require_finite", 12),
     "updating step 3": (solrl.objectives.nft, "nft_loss", 10),
     "last evaluation": (solrl.evaluate, "call_reward", 6),
     "saving step 3": (solrl.checkpoint, "_write_checkpoint", 2),
@@ -134,7 +134,7 @@ def remove_checkpoint(dir: Path, step: int) -> None:
     [
         pytest.param(signal.SIGTERM, (solrl.objectives.nft, "nft_loss", 2), None, id="nothing to save yet"),
         pytest.param(signal.SIGTERM, (solrl.objectives.nft, "nft_loss", 6), 1, id="updating"),
-        pytest.param(signal.SIGINT, (ROLLOUT, "_require_finite", 12), 2, id="exploring"),
+        pytest.param(signal.SIGINT, (ROLLOUT, "require_finite", 12), 2, id="exploring"),
         # after the update of step 3, before its metrics: the update is taken back
         pytest.param(signal.SIGTERM, (solrl.evaluate, "call_reward", 5), 2, id="evaluating"),
     ],
@@ -167,7 +167,7 @@ def test_of_two_processes_the_one_that_saves_leaves_first(
 ) -> None:
     def run_until_stopped(rank: int) -> None:
         if rank in ranks_that_hear:  # rank 1 hears it first
-            moment = (ROLLOUT, "_require_finite", 2) if rank else (solrl.objectives.nft, "nft_loss", 6)
+            moment = (ROLLOUT, "require_finite", 2) if rank else (solrl.objectives.nft, "nft_loss", 6)
             signal_at(monkeypatch, *moment, signal.SIGTERM)
         train(run_config(tmp_path))
 

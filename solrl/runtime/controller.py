@@ -1,0 +1,393 @@
+"""Who does which job in which role: the live counterpart of the simulator, a thread of process 0 while jobs run.
+
+Jobs wait in one queue a role (scheduler.py); the planner says when a process should change roles (planner.py). A shift
+is carried out in three steps: the process gives its job back, takes the other role, and says so; only then is the job
+placed again. What is decided, and what became of it, goes to a log.
+
+A job's first result counts, any other is ignored. A job whose worker raised is tried again; a worker that raises
+repeatedly gets no jobs any more; a job that nobody can do ends the run with its own error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from solrl.errors import SolrlError
+from solrl.runtime.mailbox import (
+    CONTROLLER,
+    Failed,
+    Finish,
+    Post,
+    Raised,
+    Result,
+    Role,
+    Run,
+    Shift,
+    Shifted,
+    Stop,
+    Yielded,
+)
+from solrl.runtime.migration import Load
+from solrl.runtime.planner import Decision, PlannerSettings, ShiftPlan, State, make_plan
+from solrl.runtime.roles import EXPLORE, SCORE, TRAIN, Cluster, RoleSpec, Working, other
+from solrl.runtime.scheduler import RoleLoad, Scheduler
+from solrl.runtime.throughput import Coefficients
+from solrl.runtime.worker import ended
+
+ROLES: tuple[Working, Working] = (EXPLORE, SCORE)
+TICK_S = 0.25
+"""Between two looks at the plan, besides messages."""
+CHECK_S = 1.0
+"""Between two looks at who lives."""
+MOST_TRIES = 3
+"""Of a job."""
+MOST_FAILURES = 2
+"""Of a worker in a row."""
+AHEAD = 2
+"""Jobs between being explored and scored, for each process, and 2 more: their images take memory."""
+PAUSE = 2.0
+"""Shifts that would fit between two shifts."""
+GUESS = Coefficients(0.0, 0.0, 1.0, 1e-6)
+"""Before the first round has been measured: a second."""
+
+
+@dataclass
+class Job:
+    """Something to do: ``payload`` is what its role's ``Begin`` takes, ``rounds`` about how many it needs."""
+
+    number: int
+    role: Working
+    payload: dict[str, Any]
+    rounds: int
+    state: dict[str, Any] | None = None
+    tries: int = 0
+
+
+class Jobs(Protocol):
+    """What there is to do."""
+
+    def first(self) -> list[Job]:
+        """Jobs that need no other."""
+        ...
+
+    def finished(self, job: Job, value: dict[str, Any], rank: int) -> list[Job]:
+        """``job`` is done by ``rank``; what follows from it."""
+        ...
+
+    def outcome(self) -> dict[str, Any]:
+        """What every process is told when nothing is left."""
+        ...
+
+
+Plan = Callable[["Controller"], Decision | None]
+"""Looks at the controller and decides; None: nothing to say."""
+
+
+@dataclass
+class _Member:
+    """A process as the controller sees it."""
+
+    role: Role = TRAIN
+    job: Job | None = None
+    since: float = field(default_factory=time.monotonic)
+    """Of the last message to or from it, while something is expected of it."""
+    shifting_to: Role | None = None
+    shift_ordered: float = 0.0
+    failures: int = 0
+
+
+class Controller:
+    """Roles, speeds and shifts over the whole run; ``run`` works off the jobs of one step."""
+
+    def __init__(self, post: Post, log: Callable[[dict[str, Any]], None], *, job_timeout_s: float = 1800.0) -> None:
+        self.post, self.log, self.job_timeout_s = post, log, job_timeout_s
+        self.members = {rank: _Member() for rank in range(post.size)}
+        self.healthy = list(self.members)
+        """Ranks that get jobs; a planner's GPU is a place in this list."""
+        self.schedulers: dict[Working, Scheduler] = {}
+        self.num_shifts = 0
+        """Processes that changed roles."""
+        self.last_error: Raised | None = None
+        self._seconds: dict[Working, list[float]] = {EXPLORE: [], SCORE: []}  # of a round, newest last
+        self._shift_s = 0.0  # mean of the last
+        self._shift_ended = -float("inf")
+        self._checked = time.monotonic()
+        self._said = ""
+
+    # One step
+
+    def run(self, jobs: Jobs, plan: Plan) -> None:
+        """Have ``jobs`` done in roles by ``plan``, then put all processes into role train and tell them the outcome.
+
+        Raises what ended the run.
+        """
+        self._begin(jobs)
+        while self._open:
+            self._refill()
+            self._decide(plan)
+            self._dispatch()
+            self._handle_next()
+        self._to_training()
+        while any(member.shifting_to for member in self.members.values()):
+            self._handle_next()
+        for rank in self.members:
+            self.post.send(str(rank), Finish(value=jobs.outcome()))
+
+    def stop(self, message: Stop) -> None:
+        """Tell every process that can be told that the run ends."""
+        for rank in self.members:
+            with suppress(SolrlError):  # its box is full, or gone
+                self.post.send(str(rank), message)
+
+    def _begin(self, jobs: Jobs) -> None:
+        self._jobs = jobs
+        self._open: dict[int, Job] = {}
+        self._backlog: list[Job] = []  # to explore, not yet in the queue: what explores ahead takes memory
+        for role in ROLES:
+            self.schedulers[role] = Scheduler(RoleSpec(role, self.coefficients(role), capacity_jobs=1))
+            self.schedulers[role].shift_up(rank for rank in self.healthy if self.members[rank].role == role)
+        self._add(jobs.first())
+
+    def _add(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            self._open[job.number] = job
+            if job.role == EXPLORE:
+                self._backlog.append(job)
+            else:
+                self.schedulers[SCORE].submit(job.number)
+
+    def _refill(self) -> None:
+        """Let explore jobs into the queue while few enough wait to be scored; once stopped, until half of them are
+        gone."""
+        most = AHEAD * len(self.healthy) + 2
+        scoring, exploring = (self.schedulers[role].num_jobs for role in (SCORE, EXPLORE))
+        room = 0 if not exploring and scoring > most // 2 else most - scoring - exploring
+        for job in self._backlog[: max(room, 0)]:
+            self.schedulers[EXPLORE].submit(job.number)
+        del self._backlog[: max(room, 0)]
+
+    # What planners ask
+
+    def coefficients(self, role: Working) -> Coefficients:
+        """Of a replica that does one job at a time, as measured lately."""
+        seconds = self._seconds[role]
+        return Coefficients(0.0, 0.0, sum(seconds) / len(seconds), 1e-6) if seconds else GUESS
+
+    @property
+    def planner_settings(self) -> PlannerSettings:
+        """Costs as measured."""
+        return PlannerSettings(shift_s=self._shift_s, pause_s=PAUSE * self._shift_s)
+
+    @property
+    def in_flight(self) -> bool:
+        """A shift is being carried out."""
+        return any(member.shifting_to for member in self.members.values())
+
+    def state(self) -> State:
+        """For the planner: places among the healthy stand for GPUs; training holds those that have no other role."""
+        place = {rank: number for number, rank in enumerate(self.healthy)}
+        loads = {role: _renumbered(self._load(role), place) for role in ROLES}
+        since = time.monotonic() - self._shift_ended
+        held = all(self.members[rank].role == TRAIN for rank in self.healthy)
+        cluster = Cluster(len(place), len(place), len(place) if held else 0)
+        return State(
+            cluster,
+            loads[EXPLORE],
+            loads[SCORE],
+            "held" if held else "off",
+            in_flight=self.in_flight,
+            since_shift_s=since,
+        )
+
+    def _load(self, role: Working) -> RoleLoad:
+        rounds = [job.rounds for job in self._open.values() if job.role == role]
+        return self.schedulers[role].load(sum(rounds) / len(rounds) if rounds else 1.0)
+
+    # Decisions
+
+    def _decide(self, plan: Plan) -> None:
+        if self.in_flight:
+            return
+        decision = plan(self)
+        if decision is None:
+            return
+        if decision.plan is None:
+            if decision.reason != self._said:
+                self._said = decision.reason
+                self.log({"event": "decision"} | decision.as_dict())
+            return
+        self._said = ""
+        self.log({"event": "decision"} | decision.as_dict())
+        assert decision.plan.role != TRAIN
+        for place in decision.plan.up:
+            self._shift(self.healthy[place], decision.plan.role)
+        for role, place in decision.plan.other_up:
+            self._shift(self.healthy[place], role)
+
+    def _shift(self, rank: int, role: Role) -> None:
+        """Order a shift; a job that is running there is on its way back from now on."""
+        member = self.members[rank]
+        if member.role != TRAIN:
+            scheduler = self.schedulers[_working(member.role)]
+            if member.job is not None:
+                scheduler.finish(rank, member.job.number)
+            for move in scheduler.shift_down([rank]):
+                self._send(move.target, move.job)
+        member.shifting_to = role
+        member.since = member.shift_ordered = time.monotonic()
+        self.post.send(str(rank), Shift(role=role, number=self.num_shifts))
+        self.num_shifts += 1
+
+    def _to_training(self) -> None:
+        self.log({"event": "decision", "reason": "the batch is complete", "plan": {"role": TRAIN}})
+        for rank, member in self.members.items():
+            if member.role != TRAIN:
+                self._shift(rank, TRAIN)
+
+    # Jobs
+
+    def _dispatch(self) -> None:
+        for role in ROLES:
+            for move in self.schedulers[role].dispatch():
+                self._send(move.target, move.job)
+
+    def _send(self, rank: int, number: int) -> None:
+        job, member = self._open[number], self.members[rank]
+        member.job, member.since = job, time.monotonic()
+        self.post.send(str(rank), Run(job=number, role=job.role, payload=job.payload, state=job.state))
+
+    def _handle_next(self) -> None:
+        message = self.post.wait(CONTROLLER, time.monotonic() + TICK_S, self._look)
+        if message is None:
+            return
+        if not isinstance(message, Result | Yielded | Raised | Shifted | Failed):
+            raise SolrlError(f"the controller got a message for a worker: {message.kind}")
+        if message.rank not in self.members:
+            raise SolrlError(f"a message came from process {message.rank}, and there are {len(self.members)}")
+        self.members[message.rank].since = time.monotonic()
+        if isinstance(message, Failed):
+            raise ended(
+                message.ending, message.error if message.rank == 0 else f"process {message.rank}: {message.error}"
+            )
+        if isinstance(message, Shifted):
+            return self._shifted(message)
+        self._done(message)
+
+    def _done(self, message: Result | Yielded | Raised) -> None:
+        member, job = self.members[message.rank], self._open.get(message.job)
+        if job is None or member.job is not job:  # a result that came twice
+            return
+        member.job = None
+        self.schedulers[job.role].finish(message.rank, job.number)
+        if isinstance(message, Result):
+            member.failures = 0
+            self._measure(job.role, message.seconds / max(message.rounds, 1))
+            del self._open[job.number]
+            self._add(self._jobs.finished(job, message.value, message.rank))
+            return
+        if isinstance(message, Yielded):
+            job.state = message.state
+        else:
+            self._raised(message, member, job)
+        self.schedulers[job.role].submit(job.number)
+
+    def _raised(self, message: Raised, member: _Member, job: Job) -> None:
+        job.tries += 1
+        job.state = None
+        member.failures += 1
+        self.last_error = message
+        self.log({"event": "raised", "rank": message.rank, "job": job.number, "role": job.role, "error": message.error})
+        if job.tries >= MOST_TRIES:
+            raise ended(message.ending, message.error)
+        if member.failures >= MOST_FAILURES and message.rank in self.healthy:
+            self.log({"event": "quarantine", "rank": message.rank, "error": message.error})
+            self.healthy.remove(message.rank)
+            if not self.healthy:
+                raise ended(message.ending, message.error)
+            if member.shifting_to is None:
+                self._shift(message.rank, TRAIN)
+
+    def _shifted(self, message: Shifted) -> None:
+        member = self.members[message.rank]
+        wanted = member.shifting_to
+        seconds = time.monotonic() - member.shift_ordered  # most of it for the round that had begun
+        member.shifting_to, member.role = None, message.role
+        self.log(
+            {"event": "shift", "rank": message.rank, "role": message.role, "wanted": wanted,
+             "seconds": seconds, "of_which_shifting_s": message.seconds, "error": message.error}
+        )  # fmt: skip
+        self._shift_s = 0.9 * self._shift_s + 0.1 * seconds if self._shift_s else seconds
+        self._shift_ended = time.monotonic()
+        if message.error is not None and message.role != wanted:
+            raise SolrlError(f"process {message.rank}: {message.error}")
+        if message.role != TRAIN and message.rank in self.healthy:
+            for move in self.schedulers[_working(message.role)].shift_up([message.rank]):
+                self._send(move.target, move.job)
+
+    def _measure(self, role: Working, seconds: float) -> None:
+        self._seconds[role] = [*self._seconds[role][-31:], seconds]
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._checked < CHECK_S:
+            return
+        self._checked = now
+        self.post.check_alive([rank for rank in self.members if rank != self.post.rank])
+        for rank, member in self.members.items():
+            busy = f"{member.job.role} job {member.job.number}" if member.job else ""
+            busy = f"its shift to {member.shifting_to}" if member.shifting_to else busy
+            if busy and now - member.since > self.job_timeout_s:
+                raise SolrlError(
+                    f"process {rank} has been at {busy} for {now - member.since:.0f} s; if that is how long it takes, "
+                    "raise runtime.job_timeout_s; continue with --resume"
+                )
+
+
+def planned(controller: Controller) -> Decision | None:
+    """The planner's decision (PivotRL section 7); a single process takes turns, since no split is possible."""
+    if len(controller.healthy) == 1:
+        return _taking_turns(controller)
+    return make_plan(controller.state(), controller.planner_settings)
+
+
+def fixed(num_score: int) -> Plan:
+    """The last ``num_score`` healthy processes score, the others explore; with one left, it takes turns."""
+
+    def plan(controller: Controller) -> Decision | None:
+        ranks = controller.healthy
+        if len(ranks) == 1:
+            return _taking_turns(controller)
+        first = max(len(ranks) - num_score, 1)
+        wanted: list[tuple[Working, int]] = [(SCORE if n >= first else EXPLORE, n) for n in range(len(ranks))]
+        missing = [(role, n) for role, n in wanted if controller.members[ranks[n]].role != role]
+        if not missing:
+            return None
+        return Decision(ShiftPlan(EXPLORE, (), (), tuple(missing)), "the split is fixed")
+
+    return plan
+
+
+def _taking_turns(controller: Controller) -> Decision | None:
+    """The only process takes the role that has work when its own has run dry."""
+    (rank,) = controller.healthy
+    role = controller.members[rank].role
+    current = controller.schedulers[_working(role)].num_jobs if role != TRAIN else 0
+    wanted = next((one for one in (SCORE, EXPLORE) if controller.schedulers[one].num_jobs), None)
+    if current or wanted is None or wanted == role:
+        return None
+    down = () if role == TRAIN else ((other(wanted), 0),)
+    return Decision(ShiftPlan(wanted, (0,), down), f"nothing is left to {role}" if down else "the step begins")
+
+
+def _renumbered(load: RoleLoad, place: dict[int, int]) -> RoleLoad:
+    replicas = [Load.of(place[each.slot], each.jobs) for each in load.replicas]
+    return RoleLoad(load.spec, load.limits, replicas, load.waiting, load.rounds_per_job)
+
+
+def _working(role: Role) -> Working:
+    assert role != TRAIN
+    return role
