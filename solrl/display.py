@@ -188,7 +188,8 @@ def plan_lines(config: Config, *, device: str, world_size: int, policy: str, exp
     """
     explore, regenerate, train = config.explore, config.regenerate, config.train
     samples = config.prompts.per_step * config.regenerate.group_size
-    needs_reference = train.kl_weight > 0 or open_objective(config).needs_reference
+    objective = open_objective(config)
+    needs_reference = train.kl_weight > 0 or objective.needs_reference
     batches, passes = -(-samples // config.batch.train), 1 + (not train.is_on_policy) + needs_reference
     facts = {
         "run": f"{config.output.dir}, seed {config.seed}, {_count(train.num_steps, 'step')}",
@@ -201,7 +202,8 @@ def plan_lines(config: Config, *, device: str, world_size: int, policy: str, exp
         half = regenerate.group_size // 2
         facts["select"] = f"{half} best and {half} worst of {explore.group_size} per prompt"
     if regenerate.enabled:
-        facts["regenerate"] = _stage(regenerate, config, world_size)
+        with_noise = f", with the noise of {train.method}" if objective.sampler(config) else ""
+        facts["regenerate"] = _stage(regenerate, config, world_size) + with_noise
     facts["update"] = (
         f"{train.method}, {samples} samples x {config.num_train_timesteps} timesteps = "
         f"{samples * config.num_train_timesteps} pairs, {passes} forward and 1 backward pass each; "

@@ -50,7 +50,7 @@ StepFn: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Transition]
 def flow_sde(
     latents: Tensor, velocity: Tensor, sigma: Tensor, following: Tensor, *, noise_level: float, second_sigma: float
 ) -> Transition:
-    """Flow-GRPO's step (arXiv 2505.05470, Eq. 9), s = noise_level sqrt(sigma / (1 - sigma)), dt = sigma' - sigma.
+    """Flow-GRPO's step (arXiv 2505.05470), s = noise_level sqrt(sigma / (1 - sigma)), dt = sigma' - sigma.
 
     mean = x (1 + s^2 dt / (2 sigma)) + v (1 + s^2 (1 - sigma) / (2 sigma)) dt, std = s sqrt(-dt). ``second_sigma``, the
     grid's, stands for sigma in 1 - sigma where sigma is 1. A KL is measured in s, without the sqrt(-dt).
