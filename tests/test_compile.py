@@ -148,8 +148,10 @@ def test_the_guard_bites_on_a_ragged_batch_and_on_another_grad_mode_or_autocast(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_compiled_update_takes_the_same_step_and_each_adapter_state_has_its_own_graphs() -> None:
-    eager, compiled = (open_session(tiny_config(train={"kl_weight": 0.1}), ALONE, never) for _ in range(2))
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_compiled_update_takes_the_same_step_and_each_adapter_state_has_its_own_graphs(checkpointing: bool) -> None:
+    config = tiny_config(train={"kl_weight": 0.1}, model={"gradient_checkpointing": checkpointing})
+    eager, compiled = (open_session(config, ALONE, never) for _ in range(2))
     compile_(repeated_blocks(compiled.policy.transformer), "default", deterministic=True, backend="aot_eager")
     for step in (1, 2):
         metrics = [run_step(session, step, stopwatch()).metrics for session in (eager, compiled)]
