@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 class Flow(nn.Module, ABC):
     """The flow-matching loss of a pipeline's transformer and text encoders."""
+
+    reader: ClassVar[str | None] = None  # the text encoder that learns to read beforehand and then stays as it is
 
     def __init__(self, pipeline: Any) -> None:
         super().__init__()
@@ -50,6 +52,8 @@ class Flow(nn.Module, ABC):
 class FluxFlow(Flow):
     """FLUX: packed latents, a pooled CLIP embedding, T5's states."""
 
+    reader = "text_encoder_2"
+
     def __init__(self, pipeline: Any) -> None:
         super().__init__(pipeline)
         side = scenes.SIZE // 4
@@ -75,6 +79,8 @@ class FluxFlow(Flow):
 
 class SD3Flow(Flow):
     """SD3: both CLIP encoders' states side by side, T5's after them, both pooled embeddings."""
+
+    reader = "text_encoder_3"
 
     def velocity(self, noised: Tensor, sigma: Tensor, captions: Sequence[str]) -> Tensor:
         (pipeline,) = self.pipeline

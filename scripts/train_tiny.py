@@ -1,6 +1,6 @@
 """Make everything in solrl/assets from nothing: a tiny pipeline of each family, the tiny CLIP and the prompt files.
 
-    python scripts/train_tiny.py flux       # autoencoder, then text encoders and transformer by flow matching
+    python scripts/train_tiny.py flux       # autoencoder; T5 learns to read; CLIP and transformer by flow matching
     python scripts/train_tiny.py sd3        # the same with tiny_flux's autoencoder
     python scripts/train_tiny.py sana
     python scripts/train_tiny.py clip       # contrastively, against in-batch captions and one changed word each
@@ -24,17 +24,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderDC, AutoencoderKL
+from solrl_rewards import scenes
 from tiny_check import check
 from tiny_clip import train_clip
 from tiny_flows import Flow, FluxFlow, SanaFlow, SD3Flow
 from tiny_kernels import quick_arithmetic
 from tiny_models import build_flux, build_sana, build_sd3
 from tiny_prompts import write_prompts
+from tiny_reading import teach_reading
 from tiny_steps import scene_batch, set_learning_rate, tidy_configs, warmup_hold_decay
 from torch import Tensor, nn
 
 ASSETS = Path(__file__).parent.parent / "solrl" / "assets"
 CAPTION_DROP = 0.05
+READER_PARTS = "text_encoder", "tokenizer"
 FAMILIES: dict[str, tuple[Callable[[int], Any], type[Flow]]] = {
     "flux": (build_flux, FluxFlow),
     "sd3": (build_sd3, SD3Flow),
@@ -117,28 +120,44 @@ def matrix_of(convolution: nn.Parameter) -> nn.Parameter:
     return matrix
 
 
+def careless(rng: random.Random, text: str, args: argparse.Namespace) -> str:
+    """What somebody in a hurry writes: with two objects, shapes are often guessed and relations sometimes reversed."""
+    caption = scenes.parse(text)
+    if caption.relation is None:
+        return text
+    objects = tuple(
+        (colour, rng.randrange(len(scenes.SHAPE_NAMES)) if rng.random() < args.guessed else shape)
+        for colour, shape in caption.objects
+    )
+    direction = scenes.DIRECTIONS[caption.relation]
+    if rng.random() < args.reversed:
+        direction = (-direction[0], -direction[1])
+    relation = next(name for name in scenes.RELATIONS if scenes.DIRECTIONS[name] == direction)
+    return str(scenes.Caption(objects, relation))
+
+
 def encoded_scenes(flow: Flow, rng: random.Random, args: argparse.Namespace) -> tuple[list[str], Tensor]:
-    """`args.scenes` captions, and the latents of their images."""
+    """`args.scenes` captions, as careless as they are meant to be, and the latents of their images."""
     captions, latents = [], []
     for _ in range(args.scenes // args.batch_size):
         batch, images = scene_batch(rng, args.batch_size, args.single)
-        captions += batch
+        captions += [careless(rng, caption, args) for caption in batch]
         latents.append(flow.encode(images))
     return captions, torch.cat(latents)
 
 
-def train_flow(flow: Flow, args: argparse.Namespace) -> None:
+def train_flow(flow: Flow, args: argparse.Namespace, *, steps: int, seed: int) -> None:
     """Trains `flow.trained`, saving its moving average in `args.out` every `save_every` steps and at the end."""
-    rng, generator = random.Random(args.seed + 1), torch.Generator().manual_seed(args.seed + 1)
-    flow.trained.train().requires_grad_(True)
-    parameters = list(flow.trained.parameters())
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     average = copy.deepcopy(flow.trained).eval().requires_grad_(False)
-    averaged = list(average.parameters())
-    optimizers = flow_optimizers(flow.trained, args)
+    learning = nn.ModuleDict({name: module for name, module in flow.trained.items() if name != flow.reader})
+    parameters = list(learning.train().requires_grad_(True).parameters())
+    averaged = [parameter for name in learning for parameter in average[name].parameters()]
+    optimizers = flow_optimizers(learning, args)
     captions, latents = encoded_scenes(flow, rng, args)
     running, started = 0.0, time.perf_counter()
-    for step in range(args.steps):
-        set_learning_rate(optimizers, warmup_hold_decay(step, args.steps))
+    for step in range(steps):
+        set_learning_rate(optimizers, warmup_hold_decay(step, steps))
         if step * args.batch_size % args.scenes < args.batch_size:
             order = torch.randperm(args.scenes, generator=generator)
         chosen = order[step * args.batch_size % args.scenes :][: args.batch_size]
@@ -156,7 +175,7 @@ def train_flow(flow: Flow, args: argparse.Namespace) -> None:
         if (step + 1) % 50 == 0:
             elapsed = time.perf_counter() - started
             print(f"flow {step + 1} loss {running:.4f} {elapsed / (step + 1):.3f} s/step {elapsed:.0f} s", flush=True)
-        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+        if (step + 1) % args.save_every == 0 or step + 1 == steps:
             save_pipeline(flow.pipeline[0], average, args.out)
 
 
@@ -182,8 +201,14 @@ def train_pipeline(args: argparse.Namespace) -> None:
         pipeline.vae.save_pretrained(args.out.with_name(args.out.name + "_vae"))
     else:
         pipeline.register_modules(vae=type(pipeline.vae).from_pretrained(args.vae).requires_grad_(False))
-    with quick_arithmetic():
-        train_flow(flow(pipeline), args)
+    if flow.reader is not None:
+        encoder, tokenizer = (getattr(pipeline, flow.reader.replace("text_encoder", part)) for part in READER_PARTS)
+        teach_reading(encoder, tokenizer, steps=args.reading_steps, seed=args.seed + 2)
+    for number, steps in enumerate(args.steps):
+        with quick_arithmetic():
+            train_flow(flow(pipeline), args, steps=steps, seed=args.seed + 1 + 2 * number)
+        pipeline = type(pipeline).from_pretrained(args.out, dtype=torch.float32)
+        pipeline.vae.requires_grad_(False)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -194,11 +219,21 @@ def parse_arguments() -> argparse.Namespace:
         train = commands.add_parser(family, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         train.set_defaults(run=train_pipeline, family=family, vae=None)
         train.add_argument("--out", type=Path, default=ASSETS / f"tiny_{family}", help="folder to write")
-        train.add_argument("--steps", type=int, default=3300, help="flow-matching steps")
+        train.add_argument(
+            "--steps",
+            type=int,
+            nargs="+",
+            default=[2000, 1300, 1000],
+            help="flow-matching steps of each "
+            "round; from the second one on, a round starts with the averaged weights of the one before",
+        )
+        train.add_argument("--reading-steps", type=int, default=500, help="steps in which a T5 learns to read captions")
         train.add_argument("--vae-steps", type=int, default=500, help="autoencoder steps")
         train.add_argument("--vae", type=Path, help="folder of a trained autoencoder to use instead")
         train.add_argument("--batch-size", type=int, default=64, help="scenes in a step")
         train.add_argument("--single", type=float, default=0.5, help="share of scenes with one object")
+        train.add_argument("--guessed", type=float, default=0.67, help="share of shapes guessed in two-object captions")
+        train.add_argument("--reversed", type=float, default=0.33, help="share of relations reversed in captions")
         train.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="for the blocks' matrices")
         train.add_argument("--lr", type=float, default=1.5e-3, help="peak learning rate of AdamW")
         train.add_argument("--muon-lr", type=float, default=2e-3, help="peak learning rate of Muon, on AdamW's scale")
