@@ -26,6 +26,7 @@ BENCHMARKS = {
     "deployments": "SIMULATED: colocated, disaggregated, shared, shiftable beside PivotRL's Figures 9 and 10",
     "strategies": "SIMULATED: shift strategies and components beside PivotRL's Figure 11",
     "planner_time": "seconds of a plan for 16 to 1,024 GPUs beside PivotRL's Table 2",
+    "store_bandwidth": "GB/s of the parameter store beside memcpy in one run; the time of a cached transfer plan",
     "headroom": "SIMULATED: share of time below 20 % of a stage's peak beside PivotRL's Figure 3",
     "horizon": "SIMULATED: throughput and shifts over the planner's horizon beside PivotRL's Figure 14",
     "migration": "SIMULATED: what moving a job costs beside PivotRL's Table 3",

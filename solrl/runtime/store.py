@@ -100,6 +100,7 @@ class Store:
             for name, found in self.sets.items()
         }
         self._words = {name: arena.words(layout.words, layout.num_words) for name, layout in self._layouts.items()}
+        self._shards: dict[tuple[str, int], tuple[dict[str, Spec], list[dict[str, Tensor]]]] = {}
         self._writing = {name: threading.Lock() for name in self.sets}
 
     @classmethod
@@ -137,16 +138,15 @@ class Store:
         found = self._set(name)
         if not 0 <= writer < len(found.shards):
             raise SolrlError(f"{name} has writers 0 to {len(found.shards) - 1}, got {writer}")
-        shard = found.shards[writer]
-        expected = {key: Spec(found.entries[key].dtype, _shape(box)) for key, box in shard.items()}
+        expected, slots = self._shard(found, writer)
         _check(f"writer {writer} of {name}", expected, tensors)
-        missing = next((key for key in shard if key not in tensors), None)
+        missing = next((key for key in expected if key not in tensors), None)
         if missing is not None:
             raise SolrlError(f"writer {writer} of {name} must write {missing} too")
         with self._writing[name]:
             slot = self._take(found, version, writer)
             for key, tensor in tensors.items():
-                _part(self._slots[name][slot][key], shard[key]).copy_(tensor)
+                slots[slot][key].copy_(tensor)
             return self._announce(found, slot, version, writer)
 
     def read(self, name: str, out: Mapping[str, Tensor], *, timeout_s: float = 60.0) -> int:
@@ -193,6 +193,7 @@ class Store:
     def close(self) -> None:
         """This process holds nothing of the store any more. Twice is harmless."""
         self._slots.clear()
+        self._shards.clear()
         for words in self._words.values():
             words.release()
         self._arena.close()
@@ -204,9 +205,20 @@ class Store:
         self.close()
 
     def _set(self, name: str) -> EntrySet:
+        if not self._slots:
+            raise SolrlError(f"the {_PURPOSE} is closed")
         if name not in self.sets:
             raise SolrlError(f"the parameter store has no {name!r}; it has {', '.join(self.sets)}")
         return self.sets[name]
+
+    def _shard(self, found: EntrySet, writer: int) -> tuple[dict[str, Spec], list[dict[str, Tensor]]]:
+        """(what a writer writes, where it lies in each slot)."""
+        if (found.name, writer) not in self._shards:
+            shard = found.shards[writer]
+            expected = {key: Spec(found.entries[key].dtype, _shape(box)) for key, box in shard.items()}
+            slots = [{key: _part(views[key], box) for key, box in shard.items()} for views in self._slots[found.name]]
+            self._shards[found.name, writer] = expected, slots
+        return self._shards[found.name, writer]
 
     def _current(self, name: str) -> tuple[int, int] | None:
         """(committed version, its slot), under the lock."""

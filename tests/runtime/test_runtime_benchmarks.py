@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from benchmarks import auto_regret, planner_time
+from benchmarks import auto_regret, planner_time, store_bandwidth
 from benchmarks.__main__ import main
 from benchmarks.common import WIDTH
 from benchmarks.deployments import scaled
@@ -131,3 +131,30 @@ def test_a_wrong_assumption_on_the_command_line_is_bad_usage(
 ) -> None:
     assert main(["headroom", "--workload", tiny, "--set", change]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_store_bandwidth_measures_all_ways_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    words = ["store_bandwidth", "--mib", "1", "--adapters", "2", "--weights", "3", "--repeats", "4", "--json", str(out)]
+    assert main(words) in (0, 1)  # at this size the targets mean nothing
+    text = capsys.readouterr().out
+    assert max(len(line) for line in text.splitlines() if not line.startswith(("hardware", "wrote"))) <= WIDTH
+    found = json.loads(out.read_text())
+    assert [(copies["name"], copies["nbytes"]) for copies in found["copies"]] == [("base", 2**20), ("adapter", 786432)]
+    for copies in found["copies"]:
+        assert set(copies["speeds"]) == {"memcpy", "read", "write"}
+        assert all(len(speed["wall"]) == len(speed["cpu"]) == 4 for speed in copies["speeds"].values())
+        assert f"{copies['name']}: read at {copies['share']['read']:.0%} of memcpy, target 90%" in text
+    assert found["planning"]["transfers"] == 3 * 2 * 4
+
+
+def test_a_share_of_memcpy_is_that_of_bandwidths_and_a_missed_target_is_said() -> None:
+    slow = store_bandwidth.Speed([9.0] * 3, [2.0] * 3)
+    fast = store_bandwidth.Speed([1.0] * 3, [1.0] * 3)
+    copies = store_bandwidth.Copies("base", 1, 2**30, {"memcpy": fast, "read": slow, "write": fast})
+    assert (copies.share("read"), copies.share("write")) == (0.5, 1.0)
+    planned = store_bandwidth.Planning(1, 8, 0.01, 2e-4)
+    assert [kept for _, kept in store_bandwidth.targets([copies], planned)] == [False, False]
+    text = store_bandwidth.report([copies], planned)
+    assert "read at 50% of memcpy, target 90%: MISSED" in text
+    assert "200.0 us, target 100 us: MISSED" in text

@@ -350,5 +350,10 @@ def test_stores_that_are_closed_give_their_memory_back() -> None:
         if repeat == 1:
             before = resident()
     assert resident() - before < 4 << 20
-    with pytest.raises(SolrlError, match="the parameter store is closed"):
-        store.version("policy")
+    for act in (
+        lambda: store.version("policy"),
+        lambda: store.write("policy", 2, {}),
+        lambda: store.read("policy", {}),
+    ):
+        with pytest.raises(SolrlError, match="the parameter store is closed"):
+            act()
