@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,25 @@ from torch import Tensor, nn
 ASSETS = Path(__file__).parent.parent / "solrl" / "assets"
 CAPTION_DROP = 0.05
 READER_PARTS = "text_encoder", "tokenizer"
+
+
+class Round(NamedTuple):
+    """A round of flow matching. After the first one, each starts with the averaged weights of the one before."""
+
+    steps: int
+    single: float  # share of scenes with one object, whose captions are always right
+    guessed: float  # share of shapes that are guessed in the captions of two objects
+    reversed: float  # share of relations that are reversed in them
+
+    @classmethod
+    def read(cls, text: str) -> "Round":
+        """What `2000,0.5,0.67,0.33` says."""
+        steps, *shares = text.split(",")
+        return cls(int(steps), *map(float, shares))
+
+
+ROUNDS = [Round(2000, 0.5, 0.67, 0.33), Round(1300, 0.5, 0.67, 0.33), Round(1000, 0.5, 0.67, 0.33),
+          Round(600, 0.6, 0.5, 0.3)]  # fmt: skip
 FAMILIES: dict[str, tuple[Callable[[int], Any], type[Flow]]] = {
     "flux": (build_flux, FluxFlow),
     "sd3": (build_sd3, SD3Flow),
@@ -120,44 +139,44 @@ def matrix_of(convolution: nn.Parameter) -> nn.Parameter:
     return matrix
 
 
-def careless(rng: random.Random, text: str, args: argparse.Namespace) -> str:
+def careless(rng: random.Random, text: str, stage: Round) -> str:
     """What somebody in a hurry writes: with two objects, shapes are often guessed and relations sometimes reversed."""
     caption = scenes.parse(text)
     if caption.relation is None:
         return text
     objects = tuple(
-        (colour, rng.randrange(len(scenes.SHAPE_NAMES)) if rng.random() < args.guessed else shape)
+        (colour, rng.randrange(len(scenes.SHAPE_NAMES)) if rng.random() < stage.guessed else shape)
         for colour, shape in caption.objects
     )
     direction = scenes.DIRECTIONS[caption.relation]
-    if rng.random() < args.reversed:
+    if rng.random() < stage.reversed:
         direction = (-direction[0], -direction[1])
     relation = next(name for name in scenes.RELATIONS if scenes.DIRECTIONS[name] == direction)
     return str(scenes.Caption(objects, relation))
 
 
-def encoded_scenes(flow: Flow, rng: random.Random, args: argparse.Namespace) -> tuple[list[str], Tensor]:
+def encoded_scenes(flow: Flow, rng: random.Random, args: argparse.Namespace, stage: Round) -> tuple[list[str], Tensor]:
     """`args.scenes` captions, as careless as they are meant to be, and the latents of their images."""
     captions, latents = [], []
     for _ in range(args.scenes // args.batch_size):
-        batch, images = scene_batch(rng, args.batch_size, args.single)
-        captions += [careless(rng, caption, args) for caption in batch]
+        batch, images = scene_batch(rng, args.batch_size, stage.single)
+        captions += [careless(rng, caption, stage) for caption in batch]
         latents.append(flow.encode(images))
     return captions, torch.cat(latents)
 
 
-def train_flow(flow: Flow, args: argparse.Namespace, *, steps: int, seed: int) -> None:
-    """Trains `flow.trained`, saving its moving average in `args.out` every `save_every` steps and at the end."""
+def train_flow(flow: Flow, args: argparse.Namespace, stage: Round, seed: int) -> None:
+    """Trains `flow.trained` for a round; `args.out` has its average every `save_every` steps and at the end."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     average = copy.deepcopy(flow.trained).eval().requires_grad_(False)
     learning = nn.ModuleDict({name: module for name, module in flow.trained.items() if name != flow.reader})
     parameters = list(learning.train().requires_grad_(True).parameters())
     averaged = [parameter for name in learning for parameter in average[name].parameters()]
     optimizers = flow_optimizers(learning, args)
-    captions, latents = encoded_scenes(flow, rng, args)
+    captions, latents = encoded_scenes(flow, rng, args, stage)
     running, started = 0.0, time.perf_counter()
-    for step in range(steps):
-        set_learning_rate(optimizers, warmup_hold_decay(step, steps))
+    for step in range(stage.steps):
+        set_learning_rate(optimizers, warmup_hold_decay(step, stage.steps))
         if step * args.batch_size % args.scenes < args.batch_size:
             order = torch.randperm(args.scenes, generator=generator)
         chosen = order[step * args.batch_size % args.scenes :][: args.batch_size]
@@ -175,7 +194,7 @@ def train_flow(flow: Flow, args: argparse.Namespace, *, steps: int, seed: int) -
         if (step + 1) % 50 == 0:
             elapsed = time.perf_counter() - started
             print(f"flow {step + 1} loss {running:.4f} {elapsed / (step + 1):.3f} s/step {elapsed:.0f} s", flush=True)
-        if (step + 1) % args.save_every == 0 or step + 1 == steps:
+        if (step + 1) % args.save_every == 0 or step + 1 == stage.steps:
             save_pipeline(flow.pipeline[0], average, args.out)
 
 
@@ -204,9 +223,9 @@ def train_pipeline(args: argparse.Namespace) -> None:
     if flow.reader is not None:
         encoder, tokenizer = (getattr(pipeline, flow.reader.replace("text_encoder", part)) for part in READER_PARTS)
         teach_reading(encoder, tokenizer, steps=args.reading_steps, seed=args.seed + 2)
-    for number, steps in enumerate(args.steps):
+    for number, stage in enumerate(args.rounds):
         with quick_arithmetic():
-            train_flow(flow(pipeline), args, steps=steps, seed=args.seed + 1 + 2 * number)
+            train_flow(flow(pipeline), args, stage, args.seed + 1 + 2 * number)
         pipeline = type(pipeline).from_pretrained(args.out, dtype=torch.float32)
         pipeline.vae.requires_grad_(False)
 
@@ -219,21 +238,13 @@ def parse_arguments() -> argparse.Namespace:
         train = commands.add_parser(family, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         train.set_defaults(run=train_pipeline, family=family, vae=None)
         train.add_argument("--out", type=Path, default=ASSETS / f"tiny_{family}", help="folder to write")
-        train.add_argument(
-            "--steps",
-            type=int,
-            nargs="+",
-            default=[2000, 1300, 1000],
-            help="flow-matching steps of each "
-            "round; from the second one on, a round starts with the averaged weights of the one before",
-        )
+        train.add_argument("--rounds", type=Round.read, nargs="+", default=ROUNDS, metavar="ROUND",
+                           help="flow matching in rounds STEPS,SINGLE,GUESSED,REVERSED: share of scenes with one object, "
+                           "of shapes guessed and of relations reversed in the captions of two objects")  # fmt: skip
         train.add_argument("--reading-steps", type=int, default=500, help="steps in which a T5 learns to read captions")
         train.add_argument("--vae-steps", type=int, default=500, help="autoencoder steps")
         train.add_argument("--vae", type=Path, help="folder of a trained autoencoder to use instead")
         train.add_argument("--batch-size", type=int, default=64, help="scenes in a step")
-        train.add_argument("--single", type=float, default=0.5, help="share of scenes with one object")
-        train.add_argument("--guessed", type=float, default=0.67, help="share of shapes guessed in two-object captions")
-        train.add_argument("--reversed", type=float, default=0.33, help="share of relations reversed in captions")
         train.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="for the blocks' matrices")
         train.add_argument("--lr", type=float, default=1.5e-3, help="peak learning rate of AdamW")
         train.add_argument("--muon-lr", type=float, default=2e-3, help="peak learning rate of Muon, on AdamW's scale")
