@@ -54,7 +54,7 @@ def read_flags(flags: Sequence[str]) -> dict[str, Any]:
     """``["--train.num_steps", "5", "--lora.targets", "to_q", "to_v"]`` -> overrides for ``load_config``.
 
     ``--key=value`` and hyphens in keys are fine. Values stay text where pydantic knows the type; those of
-    ``reward.options`` are read as TOML and stay text where they are none.
+    ``reward.options`` and ``train.objective_options`` are read as TOML and stay text where they are none.
     """
     types = dict(setting_types())
     words: dict[str, list[str]] = {}

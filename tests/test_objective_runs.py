@@ -13,11 +13,12 @@ from solrl.config import Config
 from solrl.groups import group_advantages, group_seeds, noise
 from solrl.learner import Learner, TrainingSet
 from solrl.models import load_policy
-from solrl.objectives.base import Batch, Objective, Point, noisings
+from solrl.objectives.base import Batch, Objective, Point, noisings, open_objective
 from solrl.objectives.dance_grpo import DanceGRPO
 from solrl.objectives.dpo import DPO
 from solrl.objectives.flow_grpo import FlowGRPO
 from solrl.session import open_session
+from solrl.settings import load_config, read_flags
 from solrl.train import run_step
 from solrl.types import Policy, Trajectory, UsageError
 from tests.parts import ALONE, CPU, never, stopwatch, tiny_config
@@ -102,6 +103,12 @@ def test_an_objective_brings_its_sources_defaults_and_a_set_value_wins() -> None
     assert train(objective="awm").old_decay_cap == 0.3 and not train(objective="awm").is_on_policy
 
 
+def test_an_objectives_own_settings_are_flags() -> None:
+    words = "--train.objective flow_grpo --train.objective_options.window true --train.timestep_fraction 0.3"
+    flags = read_flags([*words.split(), "--train.objective_options.sde_type=cps"])
+    assert open_objective(load_config("tiny_flux", flags)) == FlowGRPO(window=True, sde_type="cps")
+
+
 def test_dance_grpos_advantages_divide_by_the_samples_spread() -> None:
     rewards = torch.tensor([[1.0, 2.0, 3.0, 6.0], [1.0, 2.0, 3.0, 9.0]])
     present = torch.tensor([[True] * 4, [True, True, True, False]])
@@ -151,12 +158,14 @@ def with_adapters(session: Any) -> None:
 
 def on_policy_step(dtype: str) -> dict[str, float]:
     # a decay rate so that old_policy's velocity comes from its own adapter
-    config = config_of("flow_grpo", model={"dtype": dtype}, train={"old_decay_rate": 1e-3, "kl_weight": 0.0})
+    train, output = {"old_decay_rate": 1e-3, "kl_weight": 0.0}, {"audit_every_steps": 1}
+    config = config_of("flow_grpo", model={"dtype": dtype}, train=train, output=output)
     session = open_session(config, ALONE, never)
     with_adapters(session)
     record = run_step(session, 1, stopwatch())
     kept = record.rewards.trajectories
-    assert sorted(kept) == list(range(12)) and record.proxy is not None and not record.proxy.trajectories
+    assert sorted(kept) == list(range(12)) and record.proxy is not None and record.audits
+    assert not any(scores.trajectories for scores in (record.proxy, *record.audits.values()))  # memory is for the kept
     assert all(torch.equal(way.latents[-1], record.rewards.clean[i]) for i, way in kept.items())
     return record.metrics
 
