@@ -238,9 +238,15 @@ def parse_arguments() -> argparse.Namespace:
         train = commands.add_parser(family, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         train.set_defaults(run=train_pipeline, family=family, vae=None)
         train.add_argument("--out", type=Path, default=ASSETS / f"tiny_{family}", help="folder to write")
-        train.add_argument("--rounds", type=Round.read, nargs="+", default=ROUNDS, metavar="ROUND",
-                           help="flow matching in rounds STEPS,SINGLE,GUESSED,REVERSED: share of scenes with one "
-                           "object, of shapes guessed and of relations reversed in the captions of two objects")  # fmt: skip
+        train.add_argument(
+            "--rounds",
+            type=Round.read,
+            nargs="+",
+            default=ROUNDS,
+            metavar="ROUND",
+            help="flow matching in rounds STEPS,SINGLE,GUESSED,REVERSED: share of scenes with one "
+            "object, of shapes guessed and of relations reversed in the captions of two objects",
+        )
         train.add_argument("--reading-steps", type=int, default=500, help="steps in which a T5 learns to read captions")
         train.add_argument("--vae-steps", type=int, default=500, help="autoencoder steps")
         train.add_argument("--vae", type=Path, help="folder of a trained autoencoder to use instead")
