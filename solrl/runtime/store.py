@@ -31,6 +31,7 @@ from torch import Tensor
 
 from solrl.errors import SolrlError
 from solrl.runtime.arena import Arena, pauses
+from solrl.runtime.layouts import part
 from solrl.runtime.transfer import Box
 
 _ALIGN = 256
@@ -216,7 +217,7 @@ class Store:
         if (found.name, writer) not in self._shards:
             shard = found.shards[writer]
             expected = {key: Spec(found.entries[key].dtype, _shape(box)) for key, box in shard.items()}
-            slots = [{key: _part(views[key], box) for key, box in shard.items()} for views in self._slots[found.name]]
+            slots = [{key: part(views[key], box) for key, box in shard.items()} for views in self._slots[found.name]]
             self._shards[found.name, writer] = expected, slots
         return self._shards[found.name, writer]
 
@@ -318,12 +319,6 @@ def _views(found: EntrySet, body: Tensor, begin: int) -> dict[str, Tensor]:
         views[key] = body[begin : begin + spec.nbytes].view(spec.dtype).view(spec.shape)
         begin += _aligned(spec.nbytes)
     return views
-
-
-def _part(tensor: Tensor, box: Box) -> Tensor:
-    for dimension, (begin, end) in enumerate(box):
-        tensor = tensor.narrow(dimension, begin, end - begin)
-    return tensor
 
 
 def _shape(box: Box) -> tuple[int, ...]:
