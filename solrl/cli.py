@@ -67,12 +67,14 @@ def _overview() -> str:
       Draw a candidate of a finished step again, from the run's ledger.
   evaluate RUN [--rewards A,B] [--suite FILE]
       Compare base model, EMA and raw weights on held-out prompts.
+  plan CONFIG --gpu h200 [--gpus N] [--section.key value ...]
+      Estimate memory and seconds on GPUs that are not here.
   prompts fetch NAME [--out FILE] [--from LOCAL_COPY]
       Make a prompt file of a public suite, with its source beside it.
   report RUN
       Write RUN/report.html anew.
-  export RUN OUT [--step S | --best] [--raw]
-      Write a checkpoint's LoRA as diffusers loads it; without a model.
+  export RUN OUT [--step S | --best] [--raw] [--push OWNER/NAME]
+      Write a checkpoint's LoRA as diffusers loads it, and push it to the hub.
   doctor [--json]
       What this machine can run, and whether what learning hangs on works.
   reward-server CONFIG [--host H] [--port P] [--device D]
@@ -171,6 +173,37 @@ def _evaluate(words: list[str]) -> None:
     compare(chosen.run, wanted, trust_code=chosen.trust_code)
 
 
+def _plan(words: list[str]) -> None:
+    from solrl.hardware import GPUS, find_gpu
+
+    parser = _Parser(
+        "solrl plan",
+        description="Estimate what a config takes on GPUs that are not here: batch geometry, memory by part, seconds "
+        "by phase, and the settings that would make it fit. Shapes only: no weight is loaded, nothing downloaded.",
+        epilog="Further settings as in training: --batch.train 4.",
+    )
+    parser.add_argument("config", help="TOML file or shipped name")
+    parser.add_argument("--gpu", required=True, help=", ".join(GPUS))
+    parser.add_argument("--gpus", type=int, default=8, metavar="N", help="how many (8)")
+    parser.add_argument("--efficiency", type=float, help="share of the peak that is reached (0.22)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    chosen, flags = parser.parse_known_args(words)
+    gpu, config = find_gpu(chosen.gpu), load_config(chosen.config, read_flags(flags))
+    if chosen.gpus < 1 or not 0 < (chosen.efficiency or 1) <= 1:
+        raise UsageError("--gpus is at least 1, and --efficiency above 0 and at most 1")
+    import json
+
+    from solrl.plan import EFFICIENCY, Shapes, changes_that_fit, lines, make_plan
+
+    shapes = Shapes(config)
+    plan = make_plan(config, gpu, chosen.gpus, shapes=shapes, efficiency=chosen.efficiency or EFFICIENCY)
+    changes = changes_that_fit(plan, shapes)
+    if chosen.json:
+        print(json.dumps(plan.as_dict() | {"changes_that_fit": changes}, indent=2))
+    else:
+        print("\n".join(lines(plan, changes)))
+
+
 def _prompts(words: list[str]) -> None:
     from solrl.suites import HOST, SUITES, fetch_prompts
 
@@ -213,10 +246,17 @@ def _export(words: list[str]) -> None:
     which.add_argument("--step", type=int, help="the checkpoint of this step (the newest)")
     which.add_argument("--best", action="store_true", help="the checkpoint with the best held-out reward")
     parser.add_argument("--raw", action="store_true", help="the policy itself instead of its average (EMA)")
+    parser.add_argument("--push", metavar="OWNER/NAME", help="also push it to this model repository of the hub")
+    parser.add_argument("--public", action="store_true", help="a repository that --push makes is public (private)")
     chosen = parser.parse_args(words)
+    if chosen.public and not chosen.push:
+        raise UsageError("solrl export: --public is for --push OWNER/NAME")
     from solrl.export import export_run
+    from solrl.hub import push
 
     print(export_run(chosen.run, chosen.out, step="best" if chosen.best else chosen.step, raw=chosen.raw))
+    if chosen.push:
+        print(push(chosen.out, chosen.push, public=chosen.public))
 
 
 def _doctor(words: list[str]) -> None:
@@ -300,6 +340,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": _train,
     "replay": _replay,
     "evaluate": _evaluate,
+    "plan": _plan,
     "prompts": _prompts,
     "report": _report,
     "export": _export,

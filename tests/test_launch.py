@@ -105,3 +105,15 @@ def test_one_process_and_no_launcher_are_fine(tmp_path: Path) -> None:
     started = time.monotonic()
     check_launcher(load_config("tiny_flux"), {})
     assert time.monotonic() - started < 1, "nothing heavy without a launcher"
+
+
+@pytest.mark.parametrize(("name", "processes"), [("multi_gpu", 8), ("two_nodes", 16)])
+def test_shipped_launcher_configs_start_what_they_say_and_turn_nothing_else_on(name: str, processes: int) -> None:
+    from accelerate.commands.config import load_config_from_file
+
+    file = ROOT / "configs" / "accelerate" / f"{name}.yaml"
+    words = ["accelerate", "launch", "--config_file", str(file), "scripts/train.py", "flux1_dev"]
+    assert processes_asked_for(words) == processes
+    settings = load_config_from_file(str(file))
+    assert settings.mixed_precision == "no" and settings.distributed_type == "MULTI_GPU"
+    assert not settings.dynamo_config and not settings.deepspeed_config and not settings.fsdp_config

@@ -10,6 +10,7 @@ import torch
 from diffusers import FluxTransformer2DModel, SanaTransformer2DModel, SD3Transformer2DModel
 from torch import nn
 
+from solrl.models.architectures import FLUX_1_DEV, SANA_1600M, SD35_LARGE, SD35_MEDIUM
 from solrl.quant.backends import EMULATED, FP8, FULL, Backend
 from solrl.quant.layers import SANA_CONVOLUTIONS, default_rules, format_report, plan_layers
 from solrl.quant.memory import TreeBytes, tree_bytes
@@ -30,34 +31,19 @@ def on_meta(made: Callable[[], Any]) -> nn.Module:
 
 
 def flux_1_dev() -> nn.Module:
-    return on_meta(lambda: FluxTransformer2DModel(
-        patch_size=1, in_channels=64, num_layers=19, num_single_layers=38, attention_head_dim=128,
-        num_attention_heads=24, joint_attention_dim=4096, pooled_projection_dim=768, guidance_embeds=True,
-    ))  # fmt: skip
+    return on_meta(lambda: FluxTransformer2DModel(**FLUX_1_DEV[1]))
 
 
 def sd35_large() -> nn.Module:
-    return on_meta(lambda: SD3Transformer2DModel(
-        sample_size=128, patch_size=2, in_channels=16, num_layers=38, attention_head_dim=64, num_attention_heads=38,
-        joint_attention_dim=4096, caption_projection_dim=2432, pooled_projection_dim=2048, out_channels=16,
-        pos_embed_max_size=192, qk_norm="rms_norm",
-    ))  # fmt: skip
+    return on_meta(lambda: SD3Transformer2DModel(**SD35_LARGE[1]))
 
 
 def sd35_medium() -> nn.Module:
-    return on_meta(lambda: SD3Transformer2DModel(
-        sample_size=128, patch_size=2, in_channels=16, num_layers=24, attention_head_dim=64, num_attention_heads=24,
-        joint_attention_dim=4096, caption_projection_dim=1536, pooled_projection_dim=2048, out_channels=16,
-        pos_embed_max_size=384, qk_norm="rms_norm", dual_attention_layers=tuple(range(13)),
-    ))  # fmt: skip
+    return on_meta(lambda: SD3Transformer2DModel(**SD35_MEDIUM[1]))
 
 
 def sana_1600m() -> nn.Module:
-    return on_meta(lambda: SanaTransformer2DModel(
-        in_channels=32, out_channels=32, num_attention_heads=70, attention_head_dim=32, num_layers=20,
-        num_cross_attention_heads=20, cross_attention_head_dim=112, cross_attention_dim=2240, caption_channels=2304,
-        mlp_ratio=2.5, sample_size=32, patch_size=1,
-    ))  # fmt: skip
+    return on_meta(lambda: SanaTransformer2DModel(**SANA_1600M[1]))
 
 
 REAL = {

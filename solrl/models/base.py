@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from solrl.config import Config, LoraConfig, ModelConfig
 from solrl.groups import candidate_seed, noise
+from solrl.models.skeleton import skeleton_pipeline
 from solrl.plugins import find_class
 from solrl.types import Conditioning, LoraPair, Policy, SolrlError, UsageError
 
@@ -132,10 +133,15 @@ def model_source(model: ModelConfig) -> str:
 
 
 def load_pipeline(pipeline_class: Any, model: ModelConfig, device: torch.device) -> Any:
-    """A diffusers pipeline of ``pipeline_class`` with its modules on ``device``; a SolrlError says what is missing."""
+    """A diffusers pipeline of ``pipeline_class`` with its modules on ``device``; a SolrlError says what is missing.
+
+    On the meta device there are no weights, and nothing is downloaded (solrl/models/skeleton.py).
+    """
     from safetensors import SafetensorError
 
     source = model_source(model)
+    if device.type == "meta":
+        return skeleton_pipeline(pipeline_class, model, source, compute_dtype(model, device))
     quiet_loading()
     try:
         found = pipeline_class.load_config(source, revision=model.revision)["_class_name"]
