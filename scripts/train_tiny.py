@@ -226,7 +226,8 @@ def train_pipeline(args: argparse.Namespace) -> None:
     for number, stage in enumerate(args.rounds):
         with quick_arithmetic():
             train_flow(flow(pipeline), args, stage, args.seed + 1 + 2 * number)
-        pipeline = type(pipeline).from_pretrained(args.out, dtype=torch.float32)
+        averaged = type(pipeline).from_pretrained(args.out, dtype=torch.float32).components.items()
+        pipeline.register_modules(**{name: part for name, part in averaged if isinstance(part, nn.Module)})
         pipeline.vae.requires_grad_(False)
 
 
