@@ -17,7 +17,7 @@ LAUNCH := ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --multi_gpu --num_pro
 TRAIN := $(if $(filter 1,$(PROCESSES)),$(BIN)/solrl train,$(LAUNCH))
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=5
 
-.PHONY: demo test test-slow check install
+.PHONY: demo test test-slow check docs install
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -35,6 +35,10 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(STAMP)
+	$(BIN)/python -m pip install -q -e '.[docs]'
+	$(BIN)/sphinx-build -q -W -d site/.trees docs site && echo "Open site/index.html in a browser."
 
 install: $(STAMP)
 

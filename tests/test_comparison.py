@@ -67,6 +67,7 @@ def test_the_runs_own_numbers_come_out_again_bit_for_bit(run_dir: Path, tmp_path
         evaluated(run_dir, tmp_path)
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_writes_the_same_file(run_dir: Path, tmp_path: Path) -> None:
     """3 prompts x 3 seeds are 3 micro-batches of 4, the last one padded."""
     suite = tmp_path / "suite.txt"

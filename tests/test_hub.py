@@ -104,6 +104,7 @@ def test_weights_and_card_arrive_in_a_private_repository(hub: Hub, tmp_path: Pat
     assert (hub.created[0]["name"], hub.created[0]["visibility"]) == ("lora", "private")
 
 
+@pytest.mark.slow
 def test_a_refusal_is_one_line_that_names_the_folder(hub: Hub, tmp_path: Path) -> None:
     done = pushed(lora(tmp_path / "lora"), "me/lora", "wrong")
     last = done.stderr.strip().splitlines()[-1]

@@ -83,6 +83,7 @@ def test_a_plan_says_what_is_needed_in_80_columns(shapes: Shapes) -> None:
     assert json.dumps(plan.as_dict()) and plan.as_dict()["is_estimate"]
 
 
+@pytest.mark.slow
 def test_checkpoints_and_smaller_batches_make_an_update_fit(shapes: Shapes) -> None:
     config = tiny_config(explore={"precision": "full"}, batch={"rollout": 16, "train": 16, "decode": 16})
     assert shapes.training_bytes(True) < shapes.training_bytes(False)
