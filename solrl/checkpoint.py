@@ -46,6 +46,7 @@ CHANGEABLE = frozenset(
         "output.trackers",
         "runtime.mode",
         "runtime.score_processes",
+        "runtime.release",
         "runtime.lost_after_s",
         "runtime.job_timeout_s",
     }

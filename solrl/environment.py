@@ -48,7 +48,8 @@ def fingerprint(module: nn.Module, skip: str = "lora_") -> str:
                 # peft renames the layers it wraps; the same weights must keep their name
                 plain = name.replace(".base_layer.", ".")
                 digest.update(f"{plain} {tuple(tensor.shape)} {tensor.dtype}".encode())
-                head = tensor.detach().flatten()[:256].to("cpu", torch.float32)
+                # copied, because numpy() forbids for good that the memory it was called on be given back
+                head = tensor.detach().flatten()[:256].to("cpu", torch.float32, copy=True)
                 digest.update(head.contiguous().numpy().tobytes())
     return digest.hexdigest()
 

@@ -29,6 +29,7 @@ from solrl.config import Config, StageConfig
 from solrl.distributed import start
 from solrl.files import write_atomic
 from solrl.groups import restrict, select_contrastive
+from solrl.holdings import role_contexts
 from solrl.launch import check_launcher
 from solrl.modes import advise_mode
 from solrl.recorder import Recorder
@@ -43,7 +44,7 @@ from solrl.rollout import (
     velocity_of,
 )
 from solrl.runtime.blobs import BlobRef, Blobs
-from solrl.runtime.context import Context, Residency
+from solrl.runtime.context import Residency
 from solrl.runtime.controller import AHEAD, Job, fixed, planned
 from solrl.runtime.gang import Gang
 from solrl.runtime.mailbox import connect
@@ -250,8 +251,10 @@ class Drawing:
         if state is None:
             self.state = SamplerState(start_noise(self.policy, members), None, 0)
         else:
-            found = crew.take(state["tensors"])
-            crew.free(state["tensors"])
+            try:
+                found = crew.take(state["tensors"])
+            finally:  # if that fails the micro-batch starts over
+                crew.free(state["tensors"])
             self.state = SamplerState(found["latents"], found.get("previous"), state["step"])
 
     def advance(self) -> dict[str, Any] | None:
@@ -336,7 +339,8 @@ def open_crew(session: Session, step: int) -> Iterator[Crew]:
         Blobs(world.rank, ring) as blobs,
         DecisionLog(config.output.dir / DECISIONS if world.is_main else None, step) as log,
     ):
-        residency = Residency([Context(role, dict, ()) for role in (EXPLORE, SCORE, TRAIN)], TRAIN)
+        budget = 0 if config.runtime.release else None
+        residency = Residency(role_contexts(session), TRAIN, budget)
         gang = Gang(post, residency, log, stop=session.stop, job_timeout_s=config.runtime.job_timeout_s)
         yield Crew(session, gang, blobs, log)
 
@@ -378,7 +382,7 @@ def check_machines(config: Config) -> None:
             f"runtime.mode = {config.runtime.mode} works on one machine so far and this run is on {size // here}: "
             "use colocated"
         )
-    if config.runtime.mode == "async_score" and config.runtime.score_processes >= max(size, 2):
+    if config.runtime.mode == "async_score" and config.runtime.score_processes >= size:
         raise UsageError(
             f"runtime.score_processes = {config.runtime.score_processes} of {size} processes leaves none to draw: "
             "lower it, start more processes, or use colocated"

@@ -129,6 +129,8 @@ class Residency:
         going: dict[int, tuple[str, Tensor, Kind]] = {}
         for name, (tensor, kind) in self.contexts[role].classified().items():
             if kind != "preserved" and _key(tensor) not in kept and _storage(tensor).nbytes():
+                if not _storage(tensor).resizable():
+                    raise SolrlError(f"{name} is {kind}, and memory that torch does not own cannot be released")
                 going.setdefault(_key(tensor), (name, tensor, kind))
         device = next((tensor.device for _, tensor, _ in going.values() if tensor.device.type == "cuda"), None)
         before = torch.cuda.memory_allocated(device) if device else 0

@@ -111,7 +111,6 @@ class Controller:
         self.schedulers: dict[Working, Scheduler] = {}
         self.num_shifts = 0
         """Processes that changed roles."""
-        self.last_error: Raised | None = None
         self._seconds: dict[Working, list[float]] = {EXPLORE: [], SCORE: []}  # of a round, newest last
         self._shift_s = 0.0  # mean of the last
         self._shift_ended = -float("inf")
@@ -131,11 +130,16 @@ class Controller:
             self._decide(plan)
             self._dispatch()
             self._handle_next()
+        self._land()
         self._to_training()
-        while any(member.shifting_to for member in self.members.values()):
-            self._handle_next()
+        self._land()
         for rank in self.members:
             self.post.send(str(rank), Finish(value=jobs.outcome()))
+
+    def _land(self) -> None:
+        """Wait for shifts under way."""
+        while self.in_flight:
+            self._handle_next()
 
     def stop(self, message: Stop) -> None:
         """Tell every process that can be told that the run ends."""
@@ -231,8 +235,8 @@ class Controller:
     def _shift(self, rank: int, role: Role) -> None:
         """Order a shift; a job that is running there is on its way back from now on."""
         member = self.members[rank]
-        if member.role != TRAIN:
-            scheduler = self.schedulers[_working(member.role)]
+        scheduler = self.schedulers[_working(member.role)] if member.role != TRAIN else None
+        if scheduler is not None and rank in scheduler.replicas:
             if member.job is not None:
                 scheduler.finish(rank, member.job.number)
             for move in scheduler.shift_down([rank]):
@@ -261,7 +265,9 @@ class Controller:
         self.post.send(str(rank), Run(job=number, role=job.role, payload=job.payload, state=job.state))
 
     def _handle_next(self) -> None:
-        message = self.post.wait(CONTROLLER, time.monotonic() + TICK_S, self._look)
+        now, rested = time.monotonic(), self._shift_ended + PAUSE * self._shift_s
+        until = rested if now < rested < now + TICK_S else now + TICK_S
+        message = self.post.wait(CONTROLLER, until, self._look)
         if message is None:
             return
         if not isinstance(message, Result | Yielded | Raised | Shifted | Failed):
@@ -299,7 +305,6 @@ class Controller:
         job.tries += 1
         job.state = None
         member.failures += 1
-        self.last_error = message
         self.log({"event": "raised", "rank": message.rank, "job": job.number, "role": job.role, "error": message.error})
         if job.tries >= MOST_TRIES:
             raise ended(message.ending, message.error)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from solrl.errors import SolrlError
 from solrl.runtime.context import Residency
 from solrl.runtime.controller import Controller, Jobs, Plan
 from solrl.runtime.mailbox import BEAT_S, Post, ProcessLost, Stop
@@ -63,7 +64,7 @@ class Gang:
         try:
             return self.worker.serve(roles)
         except BaseException as error:
-            with suppress(ProcessLost):
+            with suppress(SolrlError):  # nobody is left to be told
                 self.worker.report(error)
             raise
 

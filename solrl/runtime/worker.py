@@ -29,6 +29,8 @@ from solrl.runtime.mailbox import (
     Yielded,
 )
 
+LONGEST = 2000
+"""Characters of an error that travel."""
 ALIVE_S = 1.0
 """Between two looks whether the controller's process lives."""
 
@@ -146,5 +148,5 @@ def ended(how: Ending, reason: str) -> SolrlError:
 
 def describe(error: BaseException) -> str:
     """``error`` in one line."""
-    text = str(error).splitlines()[0] if str(error) else ""
+    text = str(error).splitlines()[0][:LONGEST] if str(error) else ""
     return text if isinstance(error, SolrlError) else f"{type(error).__name__}: {text}"

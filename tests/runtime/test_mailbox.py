@@ -72,7 +72,7 @@ def test_a_message_of_more_than_64_kb_is_refused_on_both_sides(store: Any) -> No
     with pytest.raises(SolrlError, match=r"run message to process 1 has \d+ bytes, more than 65536"):
         here.send("1", Run(job=1, role="score", payload={"x": "y" * 65536}))
     store.queue_push(raw_box("1"), b" " * 65537)
-    with pytest.raises(SolrlError, match="65537 bytes .* process 1: refused"):
+    with pytest.raises(SolrlError, match=r"65537 bytes .* process 1: refused"):
         here.receive("1")
 
 
@@ -87,7 +87,7 @@ def test_a_full_box_is_an_error_that_names_its_owner(store: Any, monkeypatch: py
 
 def test_a_message_of_another_run_is_refused(store: Any) -> None:
     post(store, token="b").send("0", MESSAGES[0])
-    with pytest.raises(SolrlError, match="message of another run .* process 0"):
+    with pytest.raises(SolrlError, match=r"message of another run .* process 0"):
         post(store, token="a").receive("0")
 
 
@@ -136,7 +136,7 @@ def test_a_silent_process_is_named_and_one_that_beats_is_not(store: Any) -> None
     time.sleep(0.06)
     here.check_alive([1])  # 0.12 s after the first
     time.sleep(0.11)
-    with pytest.raises(ProcessLost, match="process 1 is gone: no sign of life .* --resume"):
+    with pytest.raises(ProcessLost, match=r"process 1 is gone: no sign of life .* --resume"):
         here.check_alive([1])
 
 
