@@ -98,7 +98,8 @@ def test_a_wheel_holds_two_packages_and_everything_they_read(tmp_path: Path) -> 
         wheel.extractall(site)
 
     assert {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")} == {"solrl", "solrl_rewards"}
-    assert {path.name for path in (site / "solrl" / "configs").iterdir()} == {p.name for p in ROOT.glob("configs/*.toml")}
+    shipped = {path.name for path in ROOT.glob("configs/*.toml")}
+    assert {path.name for path in (site / "solrl" / "configs").iterdir()} == shipped
     for assets in ("solrl/assets", "rewards/solrl_rewards/assets"):
         expected = {path.relative_to(ROOT / assets) for path in (ROOT / assets).rglob("*") if path.is_file()}
         installed = site / assets.removeprefix("rewards/")
