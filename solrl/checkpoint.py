@@ -46,7 +46,6 @@ CHANGEABLE = frozenset(
         "output.trackers",
         "runtime.mode",
         "runtime.score_processes",
-        "runtime.release",
         "runtime.lost_after_s",
         "runtime.job_timeout_s",
     }

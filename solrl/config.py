@@ -260,11 +260,6 @@ class RuntimeConfig(Section):
     """
     score_processes: int = Field(1, gt=0)
     """Processes that only score, with async_score."""
-    release: bool = False
-    """A process gives up the weights that its role does not use to host memory; shifts then cost copies.
-
-    Off: it keeps those of all roles, as colocated does, and a shift is free.
-    """
     lost_after_s: float = Field(60.0, gt=1)
     """A process without a sign of life for so long is given up, and the run with it; `--resume` goes on."""
     job_timeout_s: float = Field(1800.0, gt=0)

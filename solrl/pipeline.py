@@ -29,7 +29,6 @@ from solrl.config import Config, StageConfig
 from solrl.distributed import start
 from solrl.files import write_atomic
 from solrl.groups import restrict, select_contrastive
-from solrl.holdings import role_contexts
 from solrl.launch import check_launcher
 from solrl.modes import advise_mode
 from solrl.recorder import Recorder
@@ -44,7 +43,7 @@ from solrl.rollout import (
     velocity_of,
 )
 from solrl.runtime.blobs import BlobRef, Blobs
-from solrl.runtime.context import Residency
+from solrl.runtime.context import Context, Residency
 from solrl.runtime.controller import AHEAD, Job, fixed, planned
 from solrl.runtime.gang import Gang
 from solrl.runtime.mailbox import connect
@@ -339,8 +338,8 @@ def open_crew(session: Session, step: int) -> Iterator[Crew]:
         Blobs(world.rank, ring) as blobs,
         DecisionLog(config.output.dir / DECISIONS if world.is_main else None, step) as log,
     ):
-        budget = 0 if config.runtime.release else None
-        residency = Residency(role_contexts(session), TRAIN, budget)
+        # Every process has loaded all there is, so its roles are resident together: nothing to release.
+        residency = Residency([Context(role, dict, ()) for role in (EXPLORE, SCORE, TRAIN)], TRAIN)
         gang = Gang(post, residency, log, stop=session.stop, job_timeout_s=config.runtime.job_timeout_s)
         yield Crew(session, gang, blobs, log)
 

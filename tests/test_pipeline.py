@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,10 @@ from solrl.checkpoint import checkpoint_path
 from solrl.config import Config
 from solrl.errors import SolrlError, UsageError
 from solrl.groups import group_seeds
-from solrl.holdings import role_contexts
 from solrl.pipeline import DECISIONS, Crew, Drawing, open_crew, pipeline
 from solrl.prompts import step_prompts
 from solrl.rollout import rollout
-from solrl.runtime.context import Residency
-from solrl.runtime.mailbox import ProcessLost, Role
+from solrl.runtime.mailbox import ProcessLost
 from solrl.session import Session, open_session
 from solrl.train import train
 from solrl.types import Reward
@@ -123,22 +121,6 @@ def test_moved_at_every_step_of_every_solver_a_job_ends_bit_equal(
     assert crew.blobs.num_waiting == 0
 
 
-def test_a_role_gives_up_what_it_does_not_use_and_all_of_it_comes_back(session: Session) -> None:
-    def nbytes(held: Mapping[str, Tensor]) -> int:
-        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held.values()}.values())
-
-    contexts = {context.role: context for context in role_contexts(session)}
-    before = {name: tensor.clone() for name, tensor in contexts["train"].tensors().items()}
-    whole = nbytes(contexts["train"].tensors())
-    residency = Residency(contexts.values(), "train", budget_bytes=0)
-    assert residency.held_bytes(["train"]) == whole > residency.held_bytes(["explore"]) > 0
-    roles: tuple[Role, ...] = ("explore", "score", "explore", "train", "score", "train")
-    for role in roles:
-        residency.shift_to(role)
-        assert nbytes(contexts["train"].tensors()) == residency.held_bytes([role])
-    assert all(torch.equal(tensor, before[name]) for name, tensor in contexts["train"].tensors().items())
-
-
 # Refusals
 
 
@@ -171,7 +153,6 @@ def test_every_mode_gives_the_bits_of_a_colocated_run(tmp_path: Path, colocated:
 def test_four_processes_that_shift_often_give_the_bits_of_a_colocated_run(tmp_path: Path) -> None:
     """Four processes on two cores, with at least ten shifts."""
     more: dict[str, Any] = {"num_steps": 2, "output": {"audit_every_steps": 2}}
-    more["runtime"] = {"release": True}  # nobody holds the weights of another role
     one, four = tmp_path / "one", tmp_path / "four"
     assert in_child(lambda: train(run_config(one, "colocated", **more))) == (0, "")
     assert in_children(4, lambda rank: train(run_config(four, "shiftable", **more))) == [(0, "")] * 4
