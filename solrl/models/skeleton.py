@@ -32,7 +32,7 @@ def skeleton_pipeline(pipeline_class: Any, model: ModelConfig, source: str, dtyp
     made = {name: _make(*part) for name, part in parts.items()}
     for part in made.values():
         if isinstance(part, nn.Module):
-            part.to(dtype)
+            nn.Module.to(part, dtype)  # the classes' own `to` warns about weights that nobody loads
     names = pipeline_class._get_signature_keys(pipeline_class)[0]
     return pipeline_class(**{name: made.get(name) for name in names})
 
