@@ -130,7 +130,7 @@ class Shapes:
         self.targets = config.lora.targets or policy.lora_targets
         self.plain = RolloutTrees(policy.transformer, FULL).rollout
         dtype = next(p for p in policy.transformer.parameters() if not p.requires_grad).dtype
-        policy.transformer.to(dtype)  # autocast computes adapters in it
+        nn.Module.to(policy.transformer, dtype)  # autocast computes adapters in it
         self.frozen = {name: _bytes(part) for name, part in policy.named_children() if name != "transformer"}
         self.text_flops = sum(
             2.0 * sum(p.numel() for p in part.parameters())
