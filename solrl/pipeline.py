@@ -31,6 +31,7 @@ from solrl.files import write_atomic
 from solrl.groups import restrict, select_contrastive
 from solrl.launch import check_launcher
 from solrl.modes import advise_mode
+from solrl.objectives.base import open_objective
 from solrl.recorder import Recorder
 from solrl.rollout import (
     ScoreBoard,
@@ -67,7 +68,7 @@ def pipeline(
     check_launcher(config)
     check_trackers(config.output.trackers)
     check_folder(config.output.dir, resume)
-    check_machines(config)
+    check_mode(config)
     with SignalStop() as stop, start(config.cpu_threads, config.deterministic) as world:
         session = open_session(config, world, stop)
         with Recorder(session, resume) as recorder, open_crew(session, recorder.step) as crew:
@@ -325,11 +326,6 @@ def stage_of(config: Config, stage: Stage) -> StageConfig:
 def open_crew(session: Session, step: int) -> Iterator[Crew]:
     """The crew of a run that has done ``step`` steps; its decisions go to decisions.jsonl in the run folder."""
     config, world = session.config, session.world
-    if session.sampler(config.regenerate) is not None:
-        raise UsageError(
-            f"train.objective = {config.train.objective} trains on trajectories, which stay where they are drawn: "
-            "use runtime.mode = colocated"
-        )
     image = 3 * config.model.height * config.model.width
     latents = 2 * math.prod(session.policy.latent_shape)
     ring = 4 * config.batch.rollout * ((AHEAD * world.size + 2) * image + 2 * latents) + 2**16
@@ -372,8 +368,13 @@ class DecisionLog:
             self._file.close()
 
 
-def check_machines(config: Config) -> None:
-    """UsageError where the mode cannot work with the processes there are."""
+def check_mode(config: Config) -> None:
+    """UsageError where the mode cannot work with the processes there are, or with the objective."""
+    if open_objective(config).sampler(config) is not None:
+        raise UsageError(
+            f"train.objective = {config.train.objective} trains on trajectories, which stay where they are drawn: "
+            "use runtime.mode = colocated"
+        )
     size = int(os.environ.get("WORLD_SIZE", "1"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
     if here != size:

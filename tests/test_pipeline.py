@@ -132,11 +132,9 @@ def test_what_cannot_work_is_refused_before_a_model_loads(tmp_path: Path, monkey
     with pytest.raises(UsageError, match="shiftable works on one machine so far and this run is on 2"):
         pipeline(run_config(tmp_path, "shiftable"))
 
-
-def test_an_objective_on_trajectories_is_refused(tmp_path: Path) -> None:
     config = run_config(tmp_path, "shiftable", train={"objective": "flow_grpo"}, regenerate={"solver": "euler"})
-    code, line = in_child(lambda: train(config))
-    assert code == UsageError.exit_code and "use runtime.mode = colocated" in line
+    with pytest.raises(UsageError, match=r"flow_grpo trains on trajectories.* use runtime.mode = colocated"):
+        pipeline(config)
 
 
 # Longer runs
