@@ -78,9 +78,10 @@ def test_fifty_requantizations_recompile_nothing_break_no_graph_and_are_followed
             eager = drawn(explorer, given)
         session.sync()
         assert torch.equal(drawn(explorer, given), first)
-    assert relative(eager, first) > 0.01
-    # where a compiled operation differs in its last bit, an input near a tie of the format takes the other neighbour
-    assert relative(output, eager) < 5e-3
+    # where a compiled operation differs in its last bit, an input near a tie of the format takes the other neighbour;
+    # FP8's scales are those of the rows at hand: changing its input by 1e-6 moves its output by 0.027, uncompiled
+    limit = {"emulated_nvfp4": 5e-3, "fp8": 0.04}[precision]
+    assert relative(output, eager) < limit < relative(eager, first) / 2
     assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
     assert [tensor.data_ptr() for tensor in stored] == pointers
 
