@@ -9,6 +9,7 @@ python -m benchmarks explorer_formats runs/formats --seeds 6 --workers 2
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -66,7 +67,7 @@ def report(finished: Sequence[Run], formats: Sequence[str]) -> str:
         if name != formats[0] and both:
             base = fmean(final[formats[0], seed] for seed in both)
             mean, half = interval([(final[name, s] - final[formats[0], s]) / base for s in both], LEVEL)
-            paired = f"{mean:+.1%} [{mean - half:+.1%}, {mean + half:+.1%}]"
+            paired = f"{mean:+.1%}" if math.isnan(half) else f"{mean:+.1%} [{mean - half:+.1%}, {mean + half:+.1%}]"
             verdict = "yes" if abs(mean) + half <= MARGIN else "not shown"
         whole = [row for run in finished if run.arm == name for row in run.rows if "fidelity/full_spearman" in row]
         rows.append([name, str(len(seeds)), _listed(mine), f"{fmean(mine):.3f}", paired, verdict, _fidelity(whole)])
