@@ -134,6 +134,9 @@ class RegenerateConfig(StageConfig):
 
     group_size: int = Field(24, gt=0)
     """Candidates kept per prompt, K: the K/2 best and K/2 worst."""
+    selection: Literal["best_worst", "extremes", "middle", "random"] = "best_worst"
+    """Which K are kept, for ablations: the best and worst halves, the K furthest from the group's mean, the K of middle
+    rank, or any K."""
 
 
 OBJECTIVE_DEFAULTS: dict[str, dict[str, Any]] = {

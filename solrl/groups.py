@@ -68,12 +68,16 @@ class Selection:
         return [[seeds[group][i] for i in row] for group, row in zip(self.groups, rows, strict=True)]
 
 
-def select_contrastive(scores: Tensor, keep: int, present: Tensor | None = None) -> Selection:
+def select_contrastive(scores: Tensor, keep: int, present: Tensor | None = None, rule: str = "best_worst") -> Selection:
     """[G, N] scores -> the keep/2 best and keep/2 worst candidates of each group (Sol-RL section 3.3).
 
     Both halves come from one stable descending order, so they are disjoint and ties go to the lower index. A candidate
     that is not ``present`` [G, N] is no candidate; a group with fewer than ``keep`` candidates, or without any spread
     of scores, is skipped. Raises ValueError for an odd ``keep`` and for scores that are not finite.
+
+    Other rules, for comparison: "extremes" keeps those furthest from the group's mean, "middle" those of middle rank,
+    "random" the first ``keep``, in their own order (seeds are hashes, so any are as good); the others are in descending
+    order.
     """
     if keep % 2 or not 0 < keep <= scores.shape[1]:
         raise ValueError(f"keep must be even and at most {scores.shape[1]}, got {keep}")
@@ -90,11 +94,27 @@ def select_contrastive(scores: Tensor, keep: int, present: Tensor | None = None)
             without_spread += 1
             skipped[group] = f"all scores equal {values[0].item():.6g}"
         else:
-            order = candidates[torch.argsort(values, descending=True, stable=True)]
+            order = torch.argsort(values, descending=True, stable=True)
             groups.append(group)
-            rows.append(torch.cat([order[: keep // 2], order[len(order) - keep // 2 :]]))
+            rows.append(candidates[order[_kept_places(order, values[order], keep, rule)]])
     indices = torch.stack(rows) if rows else torch.empty(0, keep, dtype=torch.int64)
     return Selection(groups, indices, skipped, without_spread)
+
+
+def _kept_places(order: Tensor, ranked: Tensor, keep: int, rule: str) -> Tensor:
+    """Of ``order``, candidates from best to worst, and their scores ``ranked``: [keep] places."""
+    places, half = torch.arange(len(order)), keep // 2
+    if rule == "best_worst":
+        return torch.cat([places[:half], places[len(order) - half :]])
+    if rule == "middle":
+        first = (len(order) - keep) // 2
+        return places[first : first + keep]
+    if rule == "extremes":
+        ranked = ranked.double()
+        return torch.argsort((ranked - ranked.mean()).abs(), descending=True, stable=True)[:keep].sort().values
+    if rule == "random":
+        return torch.argsort(order)[:keep]
+    raise ValueError(f"the rule must be best_worst, extremes, middle or random, got {rule}")
 
 
 def group_advantages(rewards: Tensor, present: Tensor | None = None, std: str = "global") -> Tensor:

@@ -125,10 +125,10 @@ class StepJobs:
 
     def _regenerate(self) -> list[Job]:
         """Full micro-batches of kept candidates as far as groups are complete in order; at the end also the last."""
-        proxy = self.boards["explore"].scores()
+        proxy, keep = self.boards["explore"].scores(), self.config.regenerate
         while self._selected < self.size[0] and self._scored[self._selected] == self.size[1]:
             group = slice(self._selected, self._selected + 1)
-            kept = select_contrastive(proxy.signal[group], self.config.regenerate.group_size, proxy.present[group])
+            kept = select_contrastive(proxy.signal[group], keep.group_size, proxy.present[group], keep.selection)
             self._kept += [[self._selected, candidate] for row in kept.indices.tolist() for candidate in row]
             self._selected += 1
         size = self.config.batch.rollout

@@ -108,7 +108,7 @@ def select(proxy: Scores | None, config: Config) -> Selection:
     """The contrastive half of each explored group; everything where nothing was explored."""
     keep = config.regenerate.group_size
     if proxy is not None:
-        return select_contrastive(proxy.signal, keep, proxy.present)
+        return select_contrastive(proxy.signal, keep, proxy.present, config.regenerate.selection)
     groups = config.prompts.per_step
     return Selection(list(range(groups)), torch.arange(keep).repeat(groups, 1), {})
 

@@ -98,3 +98,19 @@ def test_restricting_scores_renumbers_values_and_latents() -> None:
     kept = restrict(scores, selection)
     assert kept.values.tolist() == [[3, 0], [7, 4], [11, 8]]
     assert {i: float(t[0]) for i, t in kept.clean.items()} == {0: 3, 1: 0, 4: 11, 5: 8}
+
+
+def test_other_rules_keep_the_middle_the_furthest_from_the_mean_or_any() -> None:
+    scores = torch.tensor([[0.5, 9.0, 0.4, 0.6, 0.3, 8.0, 0.0, 7.0]])  # mean 3.2: all of the high ones are furthest
+    kept = {rule: select_contrastive(scores, 4, rule=rule).indices.tolist()[0]
+            for rule in ("best_worst", "extremes", "middle", "random")}  # fmt: skip
+    assert kept == {
+        "best_worst": [1, 5, 4, 6],
+        "extremes": [1, 5, 7, 6],
+        "middle": [7, 3, 0, 2],
+        "random": [0, 1, 2, 3],
+    }
+    present = torch.tensor([[False, True, True, True, True, True, True, True]])
+    assert select_contrastive(scores, 4, present, "random").indices.tolist() == [[1, 2, 3, 4]]
+    with pytest.raises(ValueError, match="got worst"):
+        select_contrastive(scores, 4, rule="worst")
