@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import runpy
 import shlex
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from solrl.cli import main
+from tests.children import in_children
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = {
@@ -31,3 +38,57 @@ def test_a_model_and_an_objective_of_ones_own_train(tmp_path: Path, monkeypatch:
     assert last["grad_norm"] > 0 and last["health/policy_change"] > 0
     card = (tmp_path / "run" / "lora" / "README.md").read_text()
     assert "attn.to_q, attn.to_v)" in card
+
+
+@pytest.fixture(scope="module")
+def llm_roles() -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / "llm_roles.py"))
+
+
+@pytest.mark.slow
+def test_a_language_model_and_its_judge_shift_on_the_runtime(tmp_path: Path, llm_roles: dict[str, Any]) -> None:
+    """Two processes and one write the same texts and give the same scores; both processes take both roles."""
+    assert sum(bool(line) for line in (EXAMPLES / "llm_roles.py").read_text().splitlines()) <= 80
+
+    def said(size: int) -> str:
+        log = tmp_path / f"on_{size}"
+
+        def run(rank: int) -> None:
+            with Path(log if rank == 0 else os.devnull).open("w") as file, redirect_stdout(file):
+                runpy.run_path(str(EXAMPLES / "llm_roles.py"), run_name="__main__")
+
+        assert in_children(size, run) == [(0, "")] * size
+        return log.read_text()
+
+    def texts(said: str) -> dict[int, tuple[str, float]]:
+        found = re.findall(r"text (\d+): (\d+) tokens by process \[[\d, ]+\], judged (\S+) by", said)
+        assert len(found) == 12
+        return {int(n): (length, float(score)) for n, length, score in found}
+
+    one, two = said(1), said(2)
+    assert {n: length for n, (length, _) in texts(one).items()} == {n: length for n, (length, _) in texts(two).items()}
+    for n, (_, score) in texts(one).items():
+        assert texts(two)[n][1] == pytest.approx(score, abs=2e-5)
+    assert len({length for length, _ in texts(one).values()}) > 6  # they end when they end
+    roles = set(re.findall(r"process (\d) took role (\w+)", two))
+    assert roles >= {("0", "explore"), ("1", "explore"), ("0", "train"), ("1", "train")}
+    assert {role for _, role in roles} == {"explore", "score", "train"}
+
+
+@pytest.mark.slow
+def test_a_text_that_moves_after_every_round_is_the_text_of_one_writer(llm_roles: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    model, payload = LlamaForCausalLM(config).eval(), {"prompt": [5, 6, 7], "seed": 7}
+
+    def written(moves: bool) -> dict[str, Any]:
+        work, value, rank = llm_roles["Writing"](model, 0, payload, None), None, 0
+        while (value := work.advance()) is None:
+            if moves:
+                rank += 1
+                work = llm_roles["Writing"](model, rank, payload, json.loads(json.dumps(work.give_back())))
+        return value
+
+    alone, moved = written(False), written(True)
+    assert alone["tokens"] == moved["tokens"] and len(alone["tokens"]) > 30
+    assert alone["ranks"] == [0] and moved["ranks"] == list(range(len(moved["ranks"]))) and len(moved["ranks"]) > 3

@@ -165,8 +165,8 @@ class Post:
         data = _Envelope(token=self._token, message=message).model_dump_json().encode()
         if len(data) > MAX_BYTES:
             raise SolrlError(
-                f"a {message.kind} message to {_named(box)} has {len(data)} bytes, more than {MAX_BYTES}: lower "
-                "prompts.per_step or raise batch.rollout"
+                f"a {message.kind} message to {_named(box)} has {len(data)} bytes, more than {MAX_BYTES}: bulk data "
+                "goes by blobs; in training, lower prompts.per_step or raise batch.rollout"
             )
         with self._talking():
             if self._store.queue_len(self._box(box)) >= MAX_WAITING:
