@@ -19,6 +19,7 @@ from benchmarks.common import facts, hardware, parse, parser, table, whole_numbe
 from benchmarks.step_overhead import Meter
 from solrl.clock import Stopwatch
 from solrl.config import Config
+from solrl.display import count
 from solrl.distributed import World, start
 from solrl.quant.backends import choose_backend
 from solrl.session import Session, open_session
@@ -110,7 +111,7 @@ def report(config: Config, arms: Sequence[Arm], num_steps: int, known: dict[str,
     fewer = calls / (explore.group_size * explore.num_steps + keep.group_size * keep.num_steps)
     clock = "wall" if known["cuda"] else "processor"
     return "\n".join([
-        f"iteration_breakdown: {config.model.path}, {config.prompts.per_step} prompts, reward {config.reward.name}, "
+        f"iteration_breakdown: {config.model.path}, {count(config.prompts.per_step, 'prompt')}, reward {config.reward.name}, "
         f"{explore.num_steps} and {keep.num_steps} denoising steps",
         hardware(known),
         f"mean of {num_steps} after one to warm up; {clock} seconds (share of the step)",

@@ -23,6 +23,7 @@ from benchmarks.step_overhead import Meter
 from solrl.clock import Stopwatch
 from solrl.compute import compile_mode
 from solrl.config import Config, StageConfig
+from solrl.display import count
 from solrl.distributed import World, start
 from solrl.errors import UsageError
 from solrl.groups import group_seeds
@@ -183,7 +184,7 @@ def report(config: Config, arms: Sequence[Arm], notes: Sequence[str], repeats: i
         for model, (naive, ours) in PAPER.items()
     ]  # fmt: skip
     return "\n".join([
-        f"rollout_speed: {config.model.path}, {config.prompts.per_step} prompts, {keep.group_size} of "
+        f"rollout_speed: {config.model.path}, {count(config.prompts.per_step, 'prompt')}, {keep.group_size} of "
         f"{explore.group_size} kept, {explore.num_steps} and {keep.num_steps} steps, reward {config.reward.name}",
         hardware(known),
         f"{clock} seconds, median of {repeats} draws after one to warm up; speed-ups over the baseline, {base.name}",

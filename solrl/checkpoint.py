@@ -44,6 +44,7 @@ CHANGEABLE = frozenset(
         "output.checkpoint_every_steps",
         "output.audit_every_steps",
         "output.trackers",
+        "output.push_to",
         "runtime.mode",
         "runtime.score_processes",
         "runtime.lost_after_s",

@@ -280,6 +280,12 @@ class OutputConfig(Section):
     """Steps between audits that regenerate one whole group for fidelity/full_*; 0 turns them off."""
     trackers: tuple[str, ...] = ()
     """accelerate trackers fed beside metrics.jsonl: tensorboard, wandb, trackio, ..."""
+    push_to: str | None = None
+    """OWNER/NAME of a model repository of the hub that is given the finished run's lora/; made private if it is new.
+
+    A token or repository name that cannot work is found before the run starts, as far as this machine can tell; if the
+    push fails in the end, nothing is lost and the command that repeats it is printed.
+    """
 
 
 class Config(Section):

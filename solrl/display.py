@@ -192,8 +192,8 @@ def plan_lines(config: Config, *, device: str, world_size: int, policy: str, exp
     needs_reference = train.kl_weight > 0 or objective.needs_reference
     batches, passes = -(-samples // config.batch.train), 1 + (not train.is_on_policy) + needs_reference
     facts = {
-        "run": f"{config.output.dir}, seed {config.seed}, {_count(train.num_steps, 'step')}",
-        "device": f"{device}, {_count(world_size, 'process', 'processes')}",
+        "run": f"{config.output.dir}, seed {config.seed}, {count(train.num_steps, 'step')}",
+        "device": f"{device}, {count(world_size, 'process', 'processes')}",
         "policy": policy,
     }
     if explore.enabled:
@@ -207,7 +207,7 @@ def plan_lines(config: Config, *, device: str, world_size: int, policy: str, exp
     facts["update"] = (
         f"{train.method}, {samples} samples x {config.num_train_timesteps} timesteps = "
         f"{samples * config.num_train_timesteps} pairs, {passes} forward and 1 backward pass each; "
-        f"{_count(batches, 'micro-batch', 'micro-batches')} of "
+        f"{count(batches, 'micro-batch', 'micro-batches')} of "
         f"{config.batch.train}{_padding(samples, batches * config.batch.train)}, 1 optimizer step"
     )
     facts["evaluate"] = _evaluation(config)
@@ -222,13 +222,13 @@ def _stage(stage: StageConfig, config: Config, world_size: int) -> str:
     rounds = -(-batches // world_size)
     share = f", {rounds} a process" if world_size > 1 else ""
     return (
-        f"{_count(config.prompts.per_step, 'prompt')} x {stage.group_size} = {samples} samples, {stage.num_steps} "
-        f"{stage.solver} steps, {_count(batches, 'micro-batch', 'micro-batches')} of {size}{share}"
+        f"{count(config.prompts.per_step, 'prompt')} x {stage.group_size} = {samples} samples, {stage.num_steps} "
+        f"{stage.solver} steps, {count(batches, 'micro-batch', 'micro-batches')} of {size}{share}"
         f"{_padding(samples, rounds * world_size * size)}"
     )
 
 
-def _count(number: int, one: str, many: str = "") -> str:
+def count(number: int, one: str, many: str = "") -> str:
     """As in "1 step", "2 steps"."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 

@@ -29,6 +29,7 @@ from solrl.config import Config, StageConfig
 from solrl.distributed import start
 from solrl.files import write_atomic
 from solrl.groups import restrict, select_contrastive
+from solrl.hub import check_push, push_run
 from solrl.launch import check_launcher
 from solrl.modes import advise_mode
 from solrl.objectives.base import open_objective
@@ -67,6 +68,7 @@ def pipeline(
     """``train`` in the mode that ``config.runtime`` names: same arguments, same results, same errors."""
     check_launcher(config)
     check_trackers(config.output.trackers)
+    check_push(config.output.push_to)
     check_folder(config.output.dir, resume)
     check_mode(config)
     with SignalStop() as stop, start(config.cpu_threads, config.deterministic) as world:
@@ -79,6 +81,7 @@ def pipeline(
                 crew.choose_mode(clock, recorder.tracking.plan)
                 if on_step:
                     on_step(metrics)
+    push_run(config)
     return config.output.dir
 
 

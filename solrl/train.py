@@ -19,6 +19,7 @@ from solrl.clock import Stopwatch
 from solrl.config import Config
 from solrl.distributed import start
 from solrl.groups import Selection, group_advantages, group_seeds, restrict, select_contrastive
+from solrl.hub import check_push, push_run
 from solrl.launch import check_launcher
 from solrl.learner import TrainingSet
 from solrl.prompts import step_prompts
@@ -45,6 +46,7 @@ def train(config: Config, *, resume: bool = False, on_step: Callable[[dict[str, 
         return pipeline(config, resume=resume, on_step=on_step)
     check_launcher(config)
     check_trackers(config.output.trackers)
+    check_push(config.output.push_to)
     check_folder(config.output.dir, resume)
     with SignalStop() as stop, start(config.cpu_threads, config.deterministic) as world:
         session = open_session(config, world, stop)
@@ -55,6 +57,7 @@ def train(config: Config, *, resume: bool = False, on_step: Callable[[dict[str, 
                     metrics = recorder.record(step, run_step(session, step, clock), clock)
                 if on_step:
                     on_step(metrics)
+    push_run(config)
     return config.output.dir
 
 
