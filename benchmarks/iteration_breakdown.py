@@ -111,8 +111,8 @@ def report(config: Config, arms: Sequence[Arm], num_steps: int, known: dict[str,
     fewer = calls / (explore.group_size * explore.num_steps + keep.group_size * keep.num_steps)
     clock = "wall" if known["cuda"] else "processor"
     return "\n".join([
-        f"iteration_breakdown: {config.model.path}, {count(config.prompts.per_step, 'prompt')}, reward {config.reward.name}, "
-        f"{explore.num_steps} and {keep.num_steps} denoising steps",
+        f"iteration_breakdown: {config.model.path}, {count(config.prompts.per_step, 'prompt')}, "
+        f"reward {config.reward.name}, {explore.num_steps} and {keep.num_steps} denoising steps",
         hardware(known),
         f"mean of {num_steps} after one to warm up; {clock} seconds (share of the step)",
         "",
