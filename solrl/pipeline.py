@@ -10,14 +10,12 @@ No collective runs while jobs do. The update is lockstep over all processes, as 
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,8 +24,8 @@ from solrl.checkpoint import check_folder
 from solrl.clock import Stopwatch
 from solrl.compute import drawing
 from solrl.config import Config, StageConfig
+from solrl.decisions import DecisionLog, LoggedStopwatch
 from solrl.distributed import start
-from solrl.files import write_atomic
 from solrl.groups import restrict, select_contrastive
 from solrl.hub import check_push, push_run
 from solrl.launch import check_launcher
@@ -46,9 +44,10 @@ from solrl.rollout import (
 )
 from solrl.runtime.blobs import BlobRef, Blobs
 from solrl.runtime.context import Context, Residency
-from solrl.runtime.controller import AHEAD, Job, fixed, planned
+from solrl.runtime.controller import AHEAD, Job
 from solrl.runtime.gang import Gang
 from solrl.runtime.mailbox import connect
+from solrl.runtime.plans import fixed, planned
 from solrl.runtime.roles import EXPLORE, SCORE, TRAIN
 from solrl.samplers import SamplerState, advance
 from solrl.session import Session, open_session
@@ -59,7 +58,6 @@ from solrl.types import Conditioning, Policy, Rollouts, Scores, Seeds, UsageErro
 
 Stage = Literal["explore", "regenerate"]
 MODES: tuple[Literal["colocated", "async_score", "shiftable"], ...] = ("colocated", "async_score", "shiftable")
-DECISIONS = "decisions.jsonl"
 
 
 def pipeline(
@@ -75,7 +73,7 @@ def pipeline(
         session = open_session(config, world, stop)
         with Recorder(session, resume) as recorder, open_crew(session, recorder.step) as crew:
             for step in range(recorder.step + 1, config.train.num_steps + 1):
-                crew.log.step, clock = step, Stopwatch(world.device)
+                crew.log.step, clock = step, LoggedStopwatch(world.device, crew.log)
                 with recorder.saving_on_interrupt(step), crew.gang.naming_the_lost(lambda: stop.received is not None):
                     metrics = recorder.record(step, run_step(session, step, clock, crew.draw), clock)
                 crew.choose_mode(clock, recorder.tracking.plan)
@@ -111,7 +109,7 @@ class StepJobs:
         stage: Stage = payload["stage"]
         if job.role == EXPLORE:
             self.owners[stage][payload["first"] // self.config.batch.rollout] = rank
-            return [self._job(SCORE, payload | {"images": value["images"]}, 1)]
+            return [self._job(SCORE, payload | {"images": value["images"]}, 1, "score")]
         members = payload["members"]
         index = torch.arange(payload["first"], payload["first"] + len(members))
         values = torch.tensor([unpack(each) for each in value["values"]], dtype=torch.float64)
@@ -143,13 +141,13 @@ class StepJobs:
     def _draw(self, stage: Stage, members: list[list[int]], first: int) -> list[Job]:
         size, rounds = self.config.batch.rollout, stage_of(self.config, stage).num_steps + 1
         return [
-            self._job(EXPLORE, {"stage": stage, "first": first + at, "members": members[at : at + size]}, rounds)
+            self._job(EXPLORE, {"stage": stage, "first": first + at, "members": members[at : at + size]}, rounds, stage)
             for at in range(0, len(members), size)
         ]
 
-    def _job(self, role: Literal["explore", "score"], payload: dict[str, Any], rounds: int) -> Job:
+    def _job(self, role: Literal["explore", "score"], payload: dict[str, Any], rounds: int, kind: str) -> Job:
         self._number += 1
-        return Job(self._number, role, payload, rounds)
+        return Job(self._number, role, payload, rounds, kind)
 
 
 class Crew:
@@ -335,40 +333,12 @@ def open_crew(session: Session, step: int) -> Iterator[Crew]:
     with (
         connect(world, config.runtime.lost_after_s) as post,
         Blobs(world.rank, ring) as blobs,
-        DecisionLog(config.output.dir / DECISIONS if world.is_main else None, step) as log,
+        DecisionLog(config.output.dir if world.is_main else None, step) as log,
     ):
         # Every process has loaded all there is, so its roles are resident together: nothing to release.
         residency = Residency([Context(role, dict, ()) for role in (EXPLORE, SCORE, TRAIN)], TRAIN)
         gang = Gang(post, residency, log, stop=session.stop, job_timeout_s=config.runtime.job_timeout_s)
         yield Crew(session, gang, blobs, log)
-
-
-class DecisionLog:
-    """One JSON line for each decision, shift and failure; kept by rank 0. A resume drops what came after its step."""
-
-    def __init__(self, path: Path | None, step: int) -> None:
-        self.step = step
-        self._file: IO[str] | None = None
-        if path is not None:
-            kept = (
-                [line for line in path.read_text("utf-8").splitlines() if json.loads(line)["step"] <= step]
-                if path.exists()
-                else []
-            )
-            write_atomic(path, "".join(line + "\n" for line in kept).encode())
-            self._file = path.open("a", encoding="utf-8", buffering=1)
-
-    def __call__(self, line: dict[str, Any]) -> None:
-        """Add ``line``, with the step it belongs to and the time."""
-        if self._file is not None:
-            self._file.write(json.dumps({"step": self.step, "time": time.time()} | line) + "\n")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._file is not None:
-            self._file.close()
 
 
 def check_mode(config: Config) -> None:

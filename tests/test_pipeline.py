@@ -18,9 +18,10 @@ import solrl.pipeline
 import solrl.recorder
 from solrl.checkpoint import checkpoint_path
 from solrl.config import Config
+from solrl.decisions import read_decisions
 from solrl.errors import SolrlError, UsageError
 from solrl.groups import group_seeds
-from solrl.pipeline import DECISIONS, Crew, Drawing, open_crew, pipeline
+from solrl.pipeline import Crew, Drawing, open_crew, pipeline
 from solrl.prompts import step_prompts
 from solrl.rollout import rollout
 from solrl.runtime.mailbox import ProcessLost
@@ -50,8 +51,7 @@ def run_config(dir: Path, mode: str, *, num_steps: int = 2, **sections: Any) -> 
 
 
 def decisions(dir: Path, event: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (dir / DECISIONS).read_text().splitlines()]
-    return [line for line in lines if line["event"] == event]
+    return [line for line in read_decisions(dir) if line["event"] == event]
 
 
 @pytest.fixture(scope="module")

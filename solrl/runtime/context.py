@@ -103,7 +103,10 @@ class Residency:
         return sum(sizes.values())
 
     def shift_to(self, role: Role) -> None:
-        """This process has ``role``. Raises SolrlError, with the previous role as it was, where that cannot be."""
+        """This process has ``role``. Raises ShiftFailed, with the previous role as it was, where it does not come up.
+
+        Any other SolrlError is a mistake in the roles, or a previous role that did not come back: no way to go on.
+        """
         if role not in self.contexts:
             raise SolrlError(f"this process has no role {role}")
         if role == self.current:
@@ -118,10 +121,19 @@ class Residency:
             self.shift_down(before, role)
             self.shift_up(role)
         except (SolrlError, RuntimeError) as error:  # out of memory is a RuntimeError
+            self._roll_back(role, before, error)
+            raise ShiftFailed(f"role {role} did not come up, {before} is back: {_line(error)}") from error
+        self.current = role
+
+    def _roll_back(self, role: Role, before: Role, error: Exception) -> None:
+        try:
             self.shift_down(role, before)
             self.shift_up(before)
-            raise ShiftFailed(f"role {role} did not come up, {before} is back: {str(error).splitlines()[0]}") from error
-        self.current = role
+        except (SolrlError, RuntimeError) as second:
+            raise SolrlError(
+                f"role {role} did not come up ({_line(error)}) and {before} did not come back ({_line(second)}): "
+                "continue with --resume"
+            ) from error
 
     def shift_down(self, role: Role, successor: Role) -> int:
         """Release what ``role`` holds and ``successor`` does not; bytes released, proved."""
@@ -178,6 +190,10 @@ class Residency:
                     context.read(name, tensor)
         for _, tensor in filled:
             self._released.pop(_key(tensor), None)
+
+
+def _line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _storage(tensor: Tensor) -> UntypedStorage:

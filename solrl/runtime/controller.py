@@ -5,7 +5,8 @@ is carried out in three steps: the process gives its job back, takes the other r
 placed again. What is decided, and what became of it, goes to a log.
 
 A job's first result counts, any other is ignored. A job whose worker raised is tried again; a worker that raises
-repeatedly gets no jobs any more; a job that nobody can do ends the run with its own error.
+repeatedly gets no jobs any more; a job that nobody can do ends the run with its own error. A process whose new role did
+not come up goes on in its old one; after the second time in a row it gets no jobs any more.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 from solrl.errors import SolrlError
 from solrl.runtime.mailbox import (
     CONTROLLER,
+    Ending,
     Failed,
     Finish,
     Post,
@@ -32,8 +34,8 @@ from solrl.runtime.mailbox import (
     Yielded,
 )
 from solrl.runtime.migration import Load
-from solrl.runtime.planner import Decision, PlannerSettings, ShiftPlan, State, make_plan
-from solrl.runtime.roles import EXPLORE, SCORE, TRAIN, Cluster, RoleSpec, Working, other
+from solrl.runtime.planner import Decision, PlannerSettings, State
+from solrl.runtime.roles import EXPLORE, SCORE, TRAIN, Cluster, RoleSpec, Working
 from solrl.runtime.scheduler import RoleLoad, Scheduler
 from solrl.runtime.throughput import Coefficients
 from solrl.runtime.worker import ended
@@ -46,7 +48,7 @@ CHECK_S = 1.0
 MOST_TRIES = 3
 """Of a job."""
 MOST_FAILURES = 2
-"""Of a worker in a row."""
+"""Of a worker in a row: jobs that raised, or roles that did not come up."""
 AHEAD = 2
 """Jobs between being explored and scored, for each process, and 2 more: their images take memory."""
 PAUSE = 2.0
@@ -63,6 +65,8 @@ class Job:
     role: Working
     payload: dict[str, Any]
     rounds: int
+    kind: str = ""
+    """What the log calls it; its role, where nothing else is said."""
     state: dict[str, Any] | None = None
     tries: int = 0
 
@@ -98,6 +102,7 @@ class _Member:
     shifting_to: Role | None = None
     shift_ordered: float = 0.0
     failures: int = 0
+    refusals: int = 0
 
 
 class Controller:
@@ -145,7 +150,7 @@ class Controller:
         """Tell every process that can be told that the run ends."""
         for rank in self.members:
             with suppress(SolrlError):  # its box is full, or gone
-                self.post.send(str(rank), message)
+                self.post.send(str(rank), message, patience_s=0.0)
 
     def _begin(self, jobs: Jobs) -> None:
         self._jobs = jobs
@@ -289,9 +294,10 @@ class Controller:
             return
         member.job = None
         self.schedulers[job.role].finish(message.rank, job.number)
+        self._log_job(job, message)
         if isinstance(message, Result):
             member.failures = 0
-            self._measure(job.role, message.seconds / max(message.rounds, 1))
+            self._measure(job.role, message.spent.seconds / max(message.rounds, 1))
             del self._open[job.number]
             self._add(self._jobs.finished(job, message.value, message.rank))
             return
@@ -308,13 +314,20 @@ class Controller:
         self.log({"event": "raised", "rank": message.rank, "job": job.number, "role": job.role, "error": message.error})
         if job.tries >= MOST_TRIES:
             raise ended(message.ending, message.error)
-        if member.failures >= MOST_FAILURES and message.rank in self.healthy:
-            self.log({"event": "quarantine", "rank": message.rank, "error": message.error})
-            self.healthy.remove(message.rank)
-            if not self.healthy:
-                raise ended(message.ending, message.error)
-            if member.shifting_to is None:
-                self._shift(message.rank, TRAIN)
+        if member.failures >= MOST_FAILURES:
+            self._quarantine(message.rank, message.error, message.ending)
+
+    def _quarantine(self, rank: int, error: str, how: Ending) -> None:
+        """``rank`` gets no jobs any more. Where nobody else does, that ends the run."""
+        if rank not in self.healthy:
+            return
+        self.log({"event": "quarantine", "rank": rank, "error": error})
+        self.healthy.remove(rank)
+        if not self.healthy:
+            raise ended(how, error)
+        member = self.members[rank]
+        if member.shifting_to is None and member.role != TRAIN:
+            self._shift(rank, TRAIN)
 
     def _shifted(self, message: Shifted) -> None:
         member = self.members[message.rank]
@@ -327,11 +340,32 @@ class Controller:
         )  # fmt: skip
         self._shift_s = 0.9 * self._shift_s + 0.1 * seconds if self._shift_s else seconds
         self._shift_ended = time.monotonic()
-        if message.error is not None and message.role != wanted:
-            raise SolrlError(f"process {message.rank}: {message.error}")
+        if message.error is None:
+            member.refusals = 0
+        else:
+            self._rolled_back(message.rank, member, wanted, message.error)
         if message.role != TRAIN and message.rank in self.healthy:
             for move in self.schedulers[_working(message.role)].shift_up([message.rank]):
                 self._send(move.target, move.job)
+
+    def _rolled_back(self, rank: int, member: _Member, wanted: Role | None, error: str) -> None:
+        """A role did not come up, the previous one is back. Training needs all: there it is tried again, or over."""
+        member.refusals += 1
+        if wanted == TRAIN:
+            if member.refusals >= MOST_FAILURES:
+                raise SolrlError(f"process {rank}: {error}")
+            self._shift(rank, TRAIN)
+        elif member.refusals >= MOST_FAILURES:
+            self._quarantine(rank, f"process {rank}: {error}", "failed")
+
+    def _log_job(self, job: Job, message: Result | Yielded | Raised) -> None:
+        """What the timeline of the report is drawn from."""
+        waiting = {role: self.schedulers[role].num_waiting for role in ROLES}
+        waiting[EXPLORE] += len(self._backlog)
+        self.log(
+            {"event": "job", "rank": message.rank, "job": job.number, "role": job.role, "kind": job.kind or job.role,
+             "began": message.spent.began, "seconds": message.spent.seconds, "ended": message.kind, "waiting": waiting}
+        )  # fmt: skip
 
     def _measure(self, role: Working, seconds: float) -> None:
         self._seconds[role] = [*self._seconds[role][-31:], seconds]
@@ -350,42 +384,6 @@ class Controller:
                     f"process {rank} has been at {busy} for {now - member.since:.0f} s; if that is how long it takes, "
                     "raise runtime.job_timeout_s; continue with --resume"
                 )
-
-
-def planned(controller: Controller) -> Decision | None:
-    """The planner's decision (PivotRL section 7); a single process takes turns, since no split is possible."""
-    if len(controller.healthy) == 1:
-        return _taking_turns(controller)
-    return make_plan(controller.state(), controller.planner_settings)
-
-
-def fixed(num_score: int) -> Plan:
-    """The last ``num_score`` healthy processes score, the others explore; with one left, it takes turns."""
-
-    def plan(controller: Controller) -> Decision | None:
-        ranks = controller.healthy
-        if len(ranks) == 1:
-            return _taking_turns(controller)
-        first = max(len(ranks) - num_score, 1)
-        wanted: list[tuple[Working, int]] = [(SCORE if n >= first else EXPLORE, n) for n in range(len(ranks))]
-        missing = [(role, n) for role, n in wanted if controller.members[ranks[n]].role != role]
-        if not missing:
-            return None
-        return Decision(ShiftPlan(EXPLORE, (), (), tuple(missing)), "the split is fixed")
-
-    return plan
-
-
-def _taking_turns(controller: Controller) -> Decision | None:
-    """The only process takes the role that has work when its own has run dry."""
-    (rank,) = controller.healthy
-    role = controller.members[rank].role
-    current = controller.schedulers[_working(role)].num_jobs if role != TRAIN else 0
-    wanted = next((one for one in (SCORE, EXPLORE) if controller.schedulers[one].num_jobs), None)
-    if current or wanted is None or wanted == role:
-        return None
-    down = () if role == TRAIN else ((other(wanted), 0),)
-    return Decision(ShiftPlan(wanted, (0,), down), f"nothing is left to {role}" if down else "the step begins")
 
 
 def _renumbered(load: RoleLoad, place: dict[int, int]) -> RoleLoad:

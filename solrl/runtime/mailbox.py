@@ -30,7 +30,9 @@ from solrl.errors import SolrlError
 MAX_BYTES = 64 * 1024
 """Of one message."""
 MAX_WAITING = 1024
-"""Messages in one box; more means that its owner is stuck."""
+"""Messages in one box; a sender waits for room."""
+PATIENCE_S = 20.0
+"""So long; then the box's owner is stuck."""
 STORE_TIMEOUT = timedelta(seconds=30)
 """Of one operation of the store."""
 POLL_S = (0.0005, 0.01)
@@ -84,6 +86,13 @@ class Stop(_Message):
     reason: str
 
 
+class Spent(_Message):
+    """When a worker began (time.time) and for how long it was at it."""
+
+    began: float
+    seconds: float
+
+
 class Result(_Message):
     """From a worker: the job is done."""
 
@@ -91,7 +100,7 @@ class Result(_Message):
     job: int
     rank: int
     value: dict[str, Any]
-    seconds: float
+    spent: Spent
     rounds: int
 
 
@@ -102,6 +111,7 @@ class Yielded(_Message):
     job: int
     rank: int
     state: dict[str, Any] | None
+    spent: Spent
     rounds: int
 
 
@@ -111,6 +121,7 @@ class Raised(_Message):
     kind: Literal["raised"] = "raised"
     job: int
     rank: int
+    spent: Spent
     error: str
     ending: Ending
 
@@ -159,19 +170,27 @@ class Post:
         """The same boxes over a connection of its own."""
         return Post(self._store.clone(), self._token, self.size, self.rank, self.timeout_s)
 
-    def send(self, box: str, message: Message) -> None:
-        """Put ``message`` into ``box``: a rank, or "controller". Raises SolrlError where it is too large or the box
-        full."""
+    def send(self, box: str, message: Message, *, patience_s: float = PATIENCE_S) -> None:
+        """Put ``message`` into ``box``: a rank, or "controller". Raises SolrlError where it is too large, or the box
+        stays full for ``patience_s``."""
         data = _Envelope(token=self._token, message=message).model_dump_json().encode()
         if len(data) > MAX_BYTES:
             raise SolrlError(
                 f"a {message.kind} message to {_named(box)} has {len(data)} bytes, more than {MAX_BYTES}: bulk data "
                 "goes by blobs; in training, lower prompts.per_step or raise batch.rollout"
             )
-        with self._talking():
-            if self._store.queue_len(self._box(box)) >= MAX_WAITING:
-                raise SolrlError(f"the mailbox of {_named(box)} is full ({MAX_WAITING} messages): it is stuck")
-            self._store.queue_push(self._box(box), data)
+        until, pause = time.monotonic() + patience_s, POLL_S[0]
+        while True:
+            with self._talking():
+                if self._store.queue_len(self._box(box)) < MAX_WAITING:
+                    return self._store.queue_push(self._box(box), data)
+            if time.monotonic() >= until:
+                raise SolrlError(
+                    f"the mailbox of {_named(box)} is full ({MAX_WAITING} messages) for {patience_s:g} s: it is stuck; "
+                    "every step that was saved is intact: continue with --resume"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, POLL_S[1])
 
     def receive(self, box: str) -> Message | None:
         """The oldest message in ``box``, None where there is none. Raises SolrlError for one that is no message of this

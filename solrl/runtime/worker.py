@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from solrl.errors import Interrupted, RewardFailed, SolrlError
-from solrl.runtime.context import Residency
+from solrl.runtime.context import Residency, ShiftFailed
 from solrl.runtime.mailbox import (
     CONTROLLER,
     Ending,
@@ -25,6 +25,7 @@ from solrl.runtime.mailbox import (
     Run,
     Shift,
     Shifted,
+    Spent,
     Stop,
     Yielded,
 )
@@ -99,7 +100,11 @@ class Worker:
     def _run(self, run: Run, begin: Begin) -> None:
         if run.role != self.residency.current:
             raise SolrlError(f"process {self.post.rank} is in role {self.residency.current}, its job needs {run.role}")
-        started, rounds = time.perf_counter(), 0
+        began, started, rounds = time.time(), time.perf_counter(), 0
+
+        def spent() -> Spent:
+            return Spent(began=began, seconds=time.perf_counter() - started)
+
         try:
             work = begin(run.payload, run.state)
             while True:
@@ -107,23 +112,24 @@ class Worker:
                 self._next = self.post.receive(self._box)
                 if self._next is not None:
                     state = work.give_back()
-                    return self._say(Yielded(job=run.job, rank=self.post.rank, state=state, rounds=rounds))
+                    return self._say(
+                        Yielded(job=run.job, rank=self.post.rank, state=state, rounds=rounds, spent=spent())
+                    )
                 value = work.advance()
                 rounds += 1
                 if value is not None:
                     break
         except (RewardFailed, RuntimeError) as error:  # the role's failure; torch's own are RuntimeErrors
-            raised = Raised(job=run.job, rank=self.post.rank, error=describe(error), ending=ending(error))
-            return self._say(raised)
-        seconds = time.perf_counter() - started
-        self._say(Result(job=run.job, rank=self.post.rank, value=value, seconds=seconds, rounds=rounds))
+            how, line = ending(error), describe(error)
+            return self._say(Raised(job=run.job, rank=self.post.rank, spent=spent(), error=line, ending=how))
+        self._say(Result(job=run.job, rank=self.post.rank, value=value, rounds=rounds, spent=spent()))
 
     def _shift(self, shift: Shift) -> None:
         started = time.perf_counter()
         error = None
         try:
             self.residency.shift_to(shift.role)
-        except SolrlError as failure:  # and the previous role is back
+        except ShiftFailed as failure:  # and the previous role is back
             error = describe(failure)
         seconds = time.perf_counter() - started
         role = self.residency.current

@@ -11,15 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from solrl.errors import Interrupted, RewardFailed, SolrlError
 from solrl.runtime import controller as controller_module
-from solrl.runtime.context import Context, Residency, ShiftFailed
-from solrl.runtime.controller import Controller, Job, Plan, fixed, planned
+from solrl.runtime.context import Context, Residency
+from solrl.runtime.controller import Controller, Job, Plan
 from solrl.runtime.gang import Gang
 from solrl.runtime.mailbox import CONTROLLER, Post, Result, Role, Stop, Yielded
 from solrl.runtime.planner import Decision, ShiftPlan
+from solrl.runtime.plans import fixed, planned
 from solrl.runtime.roles import EXPLORE, SCORE
 from solrl.runtime.worker import Begin, Work, Worker
 
@@ -298,17 +300,83 @@ def test_a_worker_that_hangs_is_named() -> None:
     assert str(outcomes[1]) == str(outcomes[0])
 
 
-def test_a_role_that_does_not_come_up_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    shift_to = Residency.shift_to
+class Moody:
+    """A role's parameters in real memory; reading them fails on ranks and for as often as ``fails`` says."""
 
-    def full(self: Residency, role: Role) -> None:
-        if role == "score":
-            raise ShiftFailed("role score did not come up, explore is back: no room")
-        shift_to(self, role)
+    def __init__(self, fails: dict[tuple[int, str], int]) -> None:
+        self.left, self.tried = Counter(fails), Counter[tuple[int, str]]()
 
-    monkeypatch.setattr(Residency, "shift_to", full)
-    outcomes = Crew(2).run(HashJobs(), planned)
-    assert all("role score did not come up, explore is back: no room" in str(error) for error in outcomes)
+    def residency(self, rank: int) -> Residency:
+        contexts = [self.context(rank, role) for role in ROLE_NAMES]
+        residency = Residency(contexts, "train", budget_bytes=0)
+        for role in ("explore", "score"):  # train is up
+            residency.shift_down(role, "train")
+        return residency
+
+    def context(self, rank: int, role: Role) -> Context:
+        weight = torch.full((64,), float(ROLE_NAMES.index(role)))
+
+        def read(name: str, out: torch.Tensor) -> None:
+            self.tried[rank, role] += 1
+            if self.left[rank, role] > 0:
+                self.left[rank, role] -= 1
+                raise torch.OutOfMemoryError("no room for the weights")
+            out.fill_(float(ROLE_NAMES.index(role)))
+
+        return Context(role, lambda: {"weight": weight}, [("*", "parameters")], read)
+
+
+ROLE_NAMES: tuple[Role, ...] = ("explore", "score", "train")
+
+
+def moody_crew(size: int, fails: dict[tuple[int, str], int]) -> tuple[Crew, Moody]:
+    crew, moody = Crew(size), Moody(fails)
+    for rank, gang in enumerate(crew.gangs):
+        gang.worker.residency = moody.residency(rank)
+    return crew, moody
+
+
+@pytest.mark.parametrize("plan", [planned, fixed(1), restless(3)])
+def test_a_role_that_does_not_come_up_once_leaves_the_process_in_its_old_one_and_costs_nothing(plan: Plan) -> None:
+    crew, jobs = moody_crew(3, {(0, "score"): 1, (1, "explore"): 1, (2, "train"): 1})[0], HashJobs()
+    assert crew.run(jobs, plan) == [{"num": NUM_JOBS}] * 3
+    jobs.check()
+    failed = [line for line in crew.events("shift") if line["error"]]
+    assert failed and all(line["role"] != line["wanted"] and "is back: no room" in line["error"] for line in failed)
+    assert not crew.events("quarantine") and crew.controller.healthy == [0, 1, 2]
+    assert {gang.worker.residency.current for gang in crew.gangs} == {"train"}
+
+
+@pytest.mark.parametrize("plan", [planned, fixed(1), restless(3)])
+def test_a_process_whose_role_does_not_come_up_again_gets_no_more_jobs(plan: Plan) -> None:
+    crew, moody = moody_crew(3, {(2, "score"): 99, (2, "explore"): 99})
+    for _ in range(2):
+        jobs = HashJobs()
+        assert crew.run(jobs, plan) == [{"num": NUM_JOBS}] * 3
+        jobs.check()
+    assert [line["rank"] for line in crew.events("quarantine")] == [2] and crew.controller.healthy == [0, 1]
+    assert moody.tried[2, "explore"] + moody.tried[2, "score"] == controller_module.MOST_FAILURES
+
+
+def test_a_role_that_comes_up_nowhere_ends_the_run_everywhere_with_its_own_error() -> None:
+    crew, _ = moody_crew(2, {(rank, "score"): 99 for rank in range(2)})
+    outcomes = crew.run(HashJobs(), planned)
+    assert all("role score did not come up" in str(error) and "no room for the weights" in str(error)
+               for error in outcomes)  # fmt: skip
+    assert {str(error) for error in outcomes} == {str(outcomes[0])}
+
+
+def test_training_that_does_not_come_up_again_ends_the_run_and_names_the_process() -> None:
+    crew, moody = moody_crew(2, {(1, "train"): 99})
+    outcomes = crew.run(HashJobs(), planned)
+    assert all(str(error).startswith("process 1: role train did not come up") for error in outcomes)
+    assert moody.tried[1, "train"] == controller_module.MOST_FAILURES
+
+
+def test_a_previous_role_that_does_not_come_back_ends_the_run() -> None:
+    crew, _ = moody_crew(2, {(1, "score"): 99, (1, "explore"): 99, (1, "train"): 99})
+    outcomes = crew.run(HashJobs(), planned)
+    assert all("and train did not come back (no room for the weights)" in str(error) for error in outcomes)
 
 
 def test_a_message_that_is_not_for_the_controller_ends_the_run() -> None:

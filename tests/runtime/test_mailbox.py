@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import signal
+import threading
 import time
 from typing import Any
 
@@ -27,20 +28,22 @@ from solrl.runtime.mailbox import (
     Run,
     Shift,
     Shifted,
+    Spent,
     Stop,
     Yielded,
     connect,
 )
 from tests.children import in_children
 
+SPENT = Spent(began=1.5e9, seconds=0.1)
 MESSAGES: list[Message] = [
     Run(job=3, role="explore", payload={"members": [[0, 1]], "x": (0.1).hex()}, state={"step": 2}),
     Shift(role="score", number=1),
     Finish(value={"explore": [0, 1, 0]}),
     Stop(ending="reward", reason="the judge is down"),
-    Result(job=3, rank=1, value={"values": ["0x1p-3"]}, seconds=0.1, rounds=4),
-    Yielded(job=3, rank=1, state=None, rounds=0),
-    Raised(job=3, rank=1, error="OutOfMemoryError: ...", ending="failed"),
+    Result(job=3, rank=1, value={"values": ["0x1p-3"]}, spent=SPENT, rounds=4),
+    Yielded(job=3, rank=1, state=None, spent=SPENT, rounds=0),
+    Raised(job=3, rank=1, spent=SPENT, error="OutOfMemoryError: ...", ending="failed"),
     Shifted(rank=1, role="train", number=7, seconds=0.0),
     Failed(rank=1, ending="interrupted", error="stopped by SIGTERM"),
 ]
@@ -76,13 +79,27 @@ def test_a_message_of_more_than_64_kb_is_refused_on_both_sides(store: Any) -> No
         here.receive("1")
 
 
-def test_a_full_box_is_an_error_that_names_its_owner(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_box_that_stays_full_is_an_error_that_names_its_owner(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mailbox, "MAX_WAITING", 3)
     here = post(store)
     for number in range(3):
         here.send(CONTROLLER, Shift(role="score", number=number))
     with pytest.raises(SolrlError, match="mailbox of the controller is full"):
-        here.send(CONTROLLER, Shift(role="score", number=3))
+        here.send(CONTROLLER, Shift(role="score", number=3), patience_s=0.05)
+
+
+def test_a_sender_waits_for_room_and_nothing_is_lost_or_out_of_order(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox, "MAX_WAITING", 3)
+    sender, receiver = post(store, 0), post(store.clone(), 1)
+    messages = [Shift(role="score", number=number) for number in range(40)]
+    thread = threading.Thread(target=lambda: [sender.send("1", message) for message in messages])
+    thread.start()
+    time.sleep(0.05)
+    assert store.queue_len(raw_box("1")) == 3  # it waits
+    assert [receiver.wait("1", time.monotonic() + 10) for _ in messages] == messages
+    thread.join()
 
 
 def test_a_message_of_another_run_is_refused(store: Any) -> None:
