@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from solrl.errors import SolrlError, UsageError
 
 BENCHMARKS = {
+    "alignment": "Sol-RL and its baselines trained alike: the paper's Tables 1, 2, 3, 6, Figures 1, 3(b), 4, ablations",
     "ranking_fidelity": "does the explorer order candidates as the full rollout does? beside the paper's Table 8",
     "extreme_value": "the reward range that survives cheap exploration, beside the bound of the paper's Appendix A",
     "host_overhead": "noise, copies, preprocessing, selection, ledger, images at the real geometry, without a model",

@@ -14,13 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from time import monotonic
 from typing import Any
 
 from solrl.config import Config
 from solrl.errors import SolrlError, UsageError
+from solrl.objectives.base import open_objective
 from solrl.settings import load_config, save_config
 from solrl.tracking import Row, read_metrics
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
+"""What a launcher starts."""
 
 
 @dataclass(frozen=True)
@@ -77,41 +82,89 @@ def runs(
     return made
 
 
-def carry_out(todo: Sequence[Run], workers: int, say: Callable[[str], None] = print) -> None:
+def step_evaluations(config: Config) -> float:
+    """What a step takes, in velocity evaluations of a sample; a backward pass counts as two. Decode is left out."""
+    explore, keep, train = config.explore, config.regenerate, config.train
+    drawn = explore.group_size * explore.num_steps * explore.enabled + keep.group_size * keep.num_steps * keep.enabled
+    with_reference = train.kl_weight > 0 or open_objective(config).needs_reference
+    passes = 3 + (not train.is_on_policy) + with_reference + config.model.gradient_checkpointing
+    return config.prompts.per_step * (drawn + keep.group_size * config.num_train_timesteps * passes)
+
+
+def run_evaluations(config: Config) -> float:
+    """The same of a whole run, held-out evaluations included and audits not."""
+    held, steps = config.evaluate, config.train.num_steps
+    times = 1 + (-(-steps // held.every_steps) if held.every_steps else 1)
+    return steps * step_evaluations(config) + times * held.num_prompts * held.images_per_prompt * held.num_steps
+
+
+def seconds_an_evaluation(recorded: Sequence[Run]) -> float | None:
+    """Recorded seconds of a velocity evaluation, the median over runs that have at least a step; None without any."""
+    prices = []
+    for run in recorded:
+        rows = run.rows
+        if rows and rows[-1]["step"] > 0:
+            held, times = run.config.evaluate, sum("time/evaluate_s" in row for row in rows)
+            done = rows[-1]["step"] * step_evaluations(run.config)
+            done += times * held.num_prompts * held.images_per_prompt * held.num_steps
+            spent = sum(row.get("time/total_s", 0.0) + row.get("time/evaluate_s", 0.0) for row in rows)
+            prices.append(spent / done)
+    return median(prices) if prices else None
+
+
+def carry_out(
+    todo: Sequence[Run],
+    workers: int,
+    say: Callable[[str], None] = print,
+    *,
+    launch: Sequence[str] = (),
+    hours: float | None = None,
+    recorded: Callable[[Run], None] | None = None,
+) -> None:
     """Finish the runs that are not; raises SolrlError at the first failure, once those under way have ended.
 
-    An existing folder must hold the same settings.
+    An existing folder must hold the same settings. ``launch`` stands before a script in place of Python, as in
+    `accelerate launch`. No run begins that would not end within ``hours``, as far as the runs so far tell. Each run
+    goes to ``recorded`` as soon as it is finished, one at a time.
     """
     open_runs = [run for run in todo if not run.is_finished]
     for run in todo:
         _require_same_settings(run)
     say(f"{len(todo) - len(open_runs)} of {len(todo)} runs are finished")
-    began, failed = monotonic(), threading.Event()
+    began, failed, lock = monotonic(), threading.Event(), threading.Lock()
 
-    def work(number: int, run: Run) -> None:
-        if failed.is_set():
-            return
+    def work(number: int, run: Run) -> bool:
+        price = seconds_an_evaluation(todo) or 0.0
+        ends = monotonic() - began + price * run_evaluations(run.config)
+        if failed.is_set() or (hours is not None and ends > 3600 * hours):
+            return False
         try:
-            _train(run)
+            train_run(run, launch)
         except SolrlError:
             failed.set()
             raise
-        share = (monotonic() - began) / (number + 1)
-        left = (len(open_runs) - number - 1) * share
-        say(f"{run.arm} seed {run.seed}: {run.heldout()[-1][1]:.3f}; about {left / 60:.0f} minutes left")
+        with lock:
+            if recorded:
+                recorded(run)
+            price = seconds_an_evaluation(todo) or 0.0
+            left = price * sum(run_evaluations(later.config) for later in open_runs[number + 1 :]) / workers
+            say(f"{run.arm} seed {run.seed}: {run.heldout()[-1][1]:.3f}; about {left / 60:.0f} minutes left")
+        return True
 
     with ThreadPoolExecutor(workers) as pool:
-        for future in [pool.submit(work, number, run) for number, run in enumerate(open_runs)]:
-            future.result()
+        carried = [future.result() for future in [pool.submit(work, n, run) for n, run in enumerate(open_runs)]]
+    if not all(carried):
+        say(f"{carried.count(False)} runs were not begun: they would not have ended within {hours:g} hours")
 
 
-def _train(run: Run) -> None:
-    """One ``solrl train`` in a process of its own, its output in ``train.log`` beside the run's folder."""
+def train_run(run: Run, launch: Sequence[str] = ()) -> None:
+    """One ``solrl train`` in a process of its own, its output in ``seed_N.log`` beside the run's folder."""
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     log = run.folder.with_suffix(".log")
     config_file = run.folder.with_suffix(".toml")
     save_config(run.config, config_file)
-    command = [sys.executable, "-m", "solrl", "train", str(config_file), *(["--resume"] if run.steps_done else [])]
+    script = [*launch, str(SCRIPT)] if launch else [sys.executable, "-m", "solrl", "train"]
+    command = [*script, str(config_file), *(["--resume"] if (run.folder / "config.toml").is_file() else [])]
     same_imports = os.pathsep.join(filter(None, sys.path))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": same_imports}
     with log.open("a") as out:

@@ -1,0 +1,192 @@
+"""What is compared: arms, each a few settings, and the tables that put arms side by side. Nothing here computes.
+
+The papers' numbers are those of Sol-RL (arXiv 2604.06916).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Equal = Literal["compute", "gpu", "steps"]
+"""What arms have in common where they are compared: velocity evaluations, modelled GPU time, or optimizer steps."""
+
+TINY: dict[str, Any] = {
+    "prompts.per_step": 4,
+    "explore.group_size": 24,
+    "explore.precision": "full",
+    "train.num_steps": 12,
+    "evaluate.every_steps": 4,
+    "evaluate.images_per_prompt": 3,
+    "output.audit_every_steps": 0,
+    "output.checkpoint_every_steps": 4,
+}
+"""Over the config of an embedded model: a run takes about three minutes of one core."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """An arm: settings over the config's, and over those what an embedded model needs."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+    equal: Literal["steps", "compute"] = "steps"
+    """Trained for as many steps as the two-stage arm, or for as much compute."""
+    explores_in_full: bool = False
+    """Whether its explorer draws with the regeneration's steps and solver."""
+
+
+ALONE = {"explore.enabled": False}
+GRPO = ALONE | {"regenerate.solver": "euler"}
+TINY_GRPO = {
+    "prompts.per_step": 8, "train.timestep_fraction": 0.5, "train.learning_rate": 5e-4, "train.kl_weight": 0.0,
+}  # fmt: skip
+QUANTIZED = {"explore.precision": "emulated_nvfp4"}
+
+METHODS: dict[str, Method] = {
+    "sol_rl": Method(),
+    "nft": Method(ALONE, equal="compute"),
+    "awm": Method(ALONE | {"train.objective": "awm"}, {"train.kl_weight": 0.02}, equal="compute"),
+    "flow_grpo": Method(
+        GRPO | {"train.objective": "flow_grpo"},
+        TINY_GRPO | {"train.objective_options.noise_level": 0.5},
+        equal="compute",
+    ),
+    "flow_cps": Method(
+        GRPO | {"train.objective": "flow_grpo", "train.objective_options.sde_type": "cps"},
+        TINY_GRPO | {"train.objective_options.noise_level": 0.8},
+        equal="compute",
+    ),
+    "dance_grpo": Method(GRPO | {"train.objective": "dance_grpo"}, TINY_GRPO, equal="compute"),
+    "dpo": Method(
+        {"train.objective": "dpo", "regenerate.group_size": 2},
+        {
+            "prompts.per_step": 16, "explore.group_size": 12, "train.timestep_fraction": 0.6,
+            "train.old_decay_rate": 0.0, "train.kl_weight": 0.0,
+        },
+        equal="compute",
+    ),
+    "naive": Method({"regenerate.enabled": False, "explore.precision": "full"}, explores_in_full=True),
+    "naive_quantized": Method({"regenerate.enabled": False}, QUANTIZED, explores_in_full=True),
+    **{f"steps_{steps}": Method({"explore.num_steps": steps}) for steps in (2, 4, 6, 8)},
+    **{f"pool_{size}": Method({"explore.group_size": size}) for size in (24, 48, 72, 96)},
+    **{rule: Method({"regenerate.selection": rule}) for rule in ("extremes", "middle")},
+    "explore_full": Method({"explore.precision": "full"}),
+    "explore_nvfp4": Method({"explore.precision": "nvfp4"}, QUANTIZED),
+    "explore_fp8": Method({"explore.precision": "fp8"}),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm in a table."""
+
+    label: str
+    arm: str
+    paper: tuple[str, ...] = ()
+    seeds: int = 3
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows, and the arm that the others' paired differences are taken to."""
+
+    title: str
+    rows: tuple[Row, ...]
+    against: str
+    equal: Equal
+    paper: tuple[str, ...] = ()
+    """Names of the paper's columns."""
+    rewards: Literal["first", "all"] = "first"
+    note: str = ""
+
+
+PAIRED = 8
+HPS = ("paper, HPSv2",)
+
+TABLES: dict[str, Table] = {
+    "4": Table(
+        "Figures 1 and 4: two stages against DiffusionNFT at equal compute",
+        (Row("DiffusionNFT", "nft", (), PAIRED), Row("Sol-RL", "sol_rl", (), PAIRED)),
+        "nft",
+        "compute",
+    ),
+    "6": Table(
+        "Table 6: naive scaling and two stages at equal steps",
+        (Row("naive", "naive", ("0.3699",), PAIRED), Row("Sol-RL", "sol_rl", ("0.3688 (-0.29 %)",), PAIRED)),
+        "naive",
+        "steps",
+        ("paper, FLUX.1 HPSv2",),
+    ),
+    "3b": Table(
+        "Figure 3(b): training on quantized samples, at equal steps",
+        (Row("naive, full precision", "naive", (), PAIRED), Row("naive, NVFP4", "naive_quantized", (), PAIRED),
+         Row("Sol-RL, NVFP4", "explore_nvfp4", (), PAIRED)),
+        "naive",
+        "steps",
+        note="The paper shows curves without numbers: training on quantized samples degrades.",
+    ),
+    "4gpu": Table(
+        "Figures 1 and 4 over modelled GPU time",
+        (Row("DiffusionNFT", "nft", (), PAIRED), Row("Sol-RL, NVFP4", "explore_nvfp4", (), PAIRED)),
+        "nft",
+        "gpu",
+    ),
+    "1": Table(
+        "Table 1: methods at equal compute",
+        (
+            Row("DanceGRPO", "dance_grpo", ("1.4937", "0.2898", "0.8807", "0.3552")),
+            Row("FlowGRPO", "flow_grpo", ("1.5331", "0.2884", "0.8743", "0.3501")),
+            Row("AWM", "awm", ("1.6693", "0.3039", "0.8842", "0.3664")),
+            Row("DiffusionNFT", "nft", ("1.6707", "0.2991", "0.8852", "0.3613"), PAIRED),
+            Row("Sol-RL", "sol_rl", ("1.7636", "0.3089", "0.8932", "0.3688"), PAIRED),
+        ),
+        "nft",
+        "compute",
+        ("paper, ImageReward", "CLIPScore", "PickScore", "HPSv2"),
+        rewards="all",
+        note="The paper's row before training: 0.455, 0.2630, 0.8096, 0.2566 (FLUX.1, equal GPU hours).",
+    ),
+    "objectives": Table(
+        "Every objective raises the held-out reward",
+        (
+            Row("nft, two stages", "sol_rl"), Row("nft", "nft"), Row("awm", "awm"), Row("flow_grpo, sde", "flow_grpo"),
+            Row("flow_grpo, cps", "flow_cps"), Row("dance_grpo", "dance_grpo"), Row("dpo, two stages", "dpo"),
+        ),
+        "",
+        "compute",
+    ),
+    "2": Table(
+        "Table 2: steps of the explorer, at equal steps of training",
+        tuple(Row(f"{steps} steps", f"steps_{steps}", (score,))
+              for steps, score in ((2, "0.3587"), (4, "0.3650"), (6, "0.3686"), (8, "0.3659"))),
+        "steps_6",
+        "steps",
+        HPS,
+    ),
+    "3": Table(
+        "Table 3: candidates explored, at equal steps of training",
+        tuple(Row(f"N = {size}", f"pool_{size}", (score,))
+              for size, score in ((24, "0.3569"), (48, "0.3622"), (72, "0.3663"), (96, "0.3686"))),
+        "pool_24",
+        "steps",
+        HPS,
+    ),
+    "selection": Table(
+        "Which candidates are kept, at equal steps",
+        (Row("best and worst", "sol_rl"), Row("furthest from the mean", "extremes"), Row("middle ranks", "middle"),
+         Row("random", "nft")),
+        "sol_rl",
+        "steps",
+        note="random: DiffusionNFT without exploration, which trains on the same samples (tests/test_alignment.py).",
+    ),
+    "formats": Table(
+        "Number format of the explorer, at equal steps",
+        (Row("full", "explore_full", (), PAIRED), Row("FP8", "explore_fp8", (), PAIRED),
+         Row("NVFP4", "explore_nvfp4", (), PAIRED)),
+        "explore_full",
+        "steps",
+    ),
+}  # fmt: skip
+"""In the order in which they are worth running: the most telling first."""
