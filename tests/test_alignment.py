@@ -15,6 +15,7 @@ from benchmarks.alignment.report import Report, modelled, paired
 from benchmarks.alignment.study import Cell, Results, Study, interpolate, settings_digest
 from benchmarks.alignment.tables import METHODS, PAIRED, TABLES
 from benchmarks.arms import Run, carry_out, run_evaluations, seconds_an_evaluation, step_evaluations
+from benchmarks.common import facts
 from solrl.errors import UsageError
 from solrl.hardware import find_gpu
 from solrl.settings import load_config, save_config
@@ -140,7 +141,28 @@ def test_a_damaged_file_of_results_is_named(tmp_path: Path) -> None:
 def test_the_digest_is_of_what_decides_the_result(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     assert settings_digest(config) == settings_digest(tiny_config(tmp_path / "elsewhere", seed=7))
+    assert settings_digest(config) == settings_digest(tiny_config(tmp_path, evaluate={"rewards": ("clip_score",)}))
     assert settings_digest(config) != settings_digest(tiny_config(tmp_path, train={"learning_rate": 2e-3}))
+
+
+def test_a_run_made_elsewhere_counts_if_it_is_finished_and_an_arm_has_its_settings(tmp_path: Path) -> None:
+    plan = study(tmp_path / "runs", "4", seeds=1)
+    results, run = results_of(plan), plan.runs()[1]
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    save_config(run.config, place / "config.toml")
+    with pytest.raises(UsageError, match="elsewhere is not finished"):
+        results.add_folder(place)
+    rows = [{"step": step, "eval/shapes/mean": 0.3 + step / 100, "eval/shapes/stderr": 0.0, "time/total_s": 1.0,
+             "eval/clip_score/mean": 0.5, "eval/clip_score/stderr": 0.0} for step in (0, 8)]  # fmt: skip
+    (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "lora").mkdir()
+    (place / "environment.json").write_text(json.dumps(facts()))
+    results.add_folder(place)
+    assert results.seeds("shapes", "sol_rl")[0].value(8) == pytest.approx(0.38)
+    save_config(run.config.model_copy(update={"cpu_threads": 2}), place / "config.toml")
+    with pytest.raises(UsageError, match="no arm of these tables has its settings"):
+        results.add_folder(place)
 
 
 def test_the_price_of_an_evaluation_is_the_median_over_runs(tmp_path: Path) -> None:
@@ -193,8 +215,8 @@ def test_at_equal_steps_a_longer_arm_is_read_at_the_same_step(tmp_path: Path) ->
     plan = study(tmp_path, "selection", seeds=1)
     last = plan.arms["shapes", "nft"].train.num_steps
     text = report_of(plan, cell(plan, "nft", 0, 0.3, 0.3 + 0.01 * last), cell(plan, "sol_rl", 0, 0.3, 0.5)).text()
-    assert "0.420" in line_of(text, "random")  # after the 12 steps of the others
-    assert "-0.0800" in line_of(text, "random")
+    assert "0.380" in line_of(text, "random")  # after the 8 steps of the others
+    assert "-0.1200" in line_of(text, "random")
 
 
 def test_the_speed_up_is_the_ratio_of_compute_to_the_same_reward(tmp_path: Path) -> None:

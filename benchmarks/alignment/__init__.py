@@ -41,6 +41,8 @@ def main(words: Sequence[str]) -> int:
     options.add_argument("--launch", type=shlex.split, default=[], metavar="COMMAND", help="what starts"
                          " scripts/train.py, as 'accelerate launch --multi_gpu --num_processes 8'")  # fmt: skip
     options.add_argument("--gpu", default="b200", help="whose time is modelled (%(default)s)")
+    options.add_argument("--from", dest="others", nargs="+", type=Path, default=[], metavar="RUN", help="run folders"
+                         " made by other means: with an arm's settings they stand for its runs")  # fmt: skip
     options.add_argument("--no-train", action="store_true", help="only print what is finished")
     chosen = parse(options, words)
     unknown = [key for key in chosen.tables if key not in TABLES]
@@ -50,6 +52,8 @@ def main(words: Sequence[str]) -> int:
     rewards = chosen.rewards or list(dict.fromkeys([reward, *_more(chosen.config)]))
     study = Study(chosen.folder, chosen.config, tuple(chosen.tables), tuple(rewards), chosen.seeds, chosen.overrides)
     results = Results(study, chosen.json or chosen.folder / f"{NAME}.json")
+    for folder in chosen.others:
+        results.add_folder(folder)
     report = Report(results, find_gpu(chosen.gpu), _command(words))
     if not chosen.no_train:
         train(study, results, report, chosen.workers, chosen.hours, chosen.launch)
@@ -110,13 +114,11 @@ def _more(config: str) -> list[str]:
 
 
 def _command(words: Sequence[str]) -> str:
-    """The command without what says how much of it to run."""
-    kept, skip = list[str](), False
+    """The command without what says how much of it to run, or where results come from."""
+    kept, leave_out = list[str](), False
     for word in words:
-        if skip:
-            skip = False
-        elif word in ("--tables", "--hours", "--workers"):
-            skip = True
-        elif word != "--no-train":
+        if word.startswith("--"):
+            leave_out = word in ("--tables", "--hours", "--workers", "--no-train", "--from")
+        if not leave_out:
             kept.append(word)
     return shlex.join(["python", "-m", "benchmarks", NAME, *kept])

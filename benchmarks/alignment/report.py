@@ -40,7 +40,7 @@ class Report:
         done = sum(self.results.has(run) for run in study.runs())
         parts = [
             f"{study.base.model.path}, {len(study.runs())} runs, {done} of them finished",
-            *(f"hardware: {line}" for line in known),
+            *known,
             f"in brackets: {LEVEL:.0%} interval over seeds, of differences seed by seed; *: without zero",
         ]
         sections = ["\n".join(f"    {line}" for line in parts)]

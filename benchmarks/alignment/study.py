@@ -81,8 +81,9 @@ def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def settings_digest(config: Config) -> str:
-    """Of all settings that differ from solrl's defaults, seed and output left out."""
-    tree = config.model_dump(mode="json", exclude_defaults=True, exclude={"seed", "output"})
+    """Of all settings unlike solrl's defaults, but seed, output, when it is evaluated and on what further rewards."""
+    told: dict[str, Any] = {"seed": True, "output": True, "evaluate": {"every_steps", "rewards"}}
+    tree = config.model_dump(mode="json", exclude_defaults=True, exclude=told)
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -108,7 +109,7 @@ class Study:
     def settings(self, arm: str, reward: str) -> dict[str, Any]:
         """Everything over the config's file for an arm, seed and folder left out."""
         base, method = self.base, METHODS[arm]
-        tiny = is_embedded(base)
+        tiny, watched = is_embedded(base), dict.fromkeys([*self.rewards, base.reward.name, *base.evaluate.rewards])
         steps = {"explore.num_steps": base.regenerate.num_steps, "explore.solver": base.regenerate.solver}
         given = {
             **(TINY if tiny else {}),
@@ -117,7 +118,7 @@ class Study:
             **(method.tiny if tiny else {}),
             **self.overrides,
             "reward.name": reward,
-            "evaluate.rewards": [name for name in self.rewards if name != reward],
+            "evaluate.rewards": [name for name in watched if name != reward],
         }
         if reward != base.reward.name:
             given["reward.options"] = {}
@@ -173,6 +174,7 @@ class Results:
 
     def __init__(self, study: Study, file: Path) -> None:
         self.study, self.file = study, file
+        self._digests = {key: settings_digest(config) for key, config in study.arms.items()}
         self.others: list[dict[str, Any]] = []
         """Cells of the file that belong to other settings; they stay in it."""
         self.cells: dict[tuple[str, str, int], Cell] = {}
@@ -185,6 +187,24 @@ class Results:
     def add(self, run: Run) -> None:
         """Take in a finished run."""
         self.cells[run.config.reward.name, run.arm, run.seed] = Cell.of(run)
+
+    def add_folder(self, folder: Path) -> None:
+        """Take in a run made by other means; UsageError where it is not finished or no arm has its settings."""
+        config = load_config(folder)
+        config = config.model_copy(update={"output": config.output.model_copy(update={"dir": folder})})
+        arm = self._arm(config.reward.name, settings_digest(config))
+        if arm is None:
+            raise UsageError(f"{folder}: no arm of these tables has its settings")
+        run = Run(arm, config.seed, config)
+        if not run.is_finished:
+            raise UsageError(f"{folder} is not finished: `solrl train {folder} --resume` goes on with it")
+        self.add(run)
+
+    def _arm(self, reward: str, digest: str) -> str | None:
+        """The arm that is trained for these settings."""
+        named = (arm for (name, arm), mine in self._digests.items() if (name, mine) == (reward, digest))
+        arm = next(named, None)
+        return None if arm is None else self.study.twin(reward, arm)
 
     def seeds(self, reward: str, arm: str) -> dict[int, Cell]:
         """Seed -> cell of an arm, or of its twin."""
@@ -203,18 +223,14 @@ class Results:
         return {"benchmark": NAME, "config": self.study.config, "cells": cells + self.others}
 
     def _read(self) -> None:
-        digests = {key: settings_digest(config) for key, config in self.study.arms.items()}
         for entry in read_json(self.file, NAME)["cells"]:
             try:
                 curves = {name: [(int(s), m, e) for s, m, e in points] for name, points in entry["curves"].items()}
                 cell = Cell(**{**entry, "curves": curves})
             except (TypeError, ValueError, KeyError) as error:
                 raise UsageError(f"{self.file} holds a cell that is none: {error}") from None
-            names = [
-                arm for (reward, arm), digest in digests.items() if (reward, digest) == (cell.reward, cell.settings)
-            ]
-            if names:
-                name = self.study.twin(cell.reward, names[0])
-                self.cells[cell.reward, name, cell.seed] = replace(cell, arm=name)
-            else:
+            arm = self._arm(cell.reward, cell.settings)
+            if arm is None:
                 self.others.append(entry)
+            else:
+                self.cells[cell.reward, arm, cell.seed] = replace(cell, arm=arm)
