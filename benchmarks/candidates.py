@@ -153,7 +153,7 @@ def _session(config: Config, setting: Setting, world: World) -> Session:
 def _score(heldout: HeldOut, policy: Policy, config: Config, world: World) -> tuple[dict[str, Tensor], float]:
     """Reward -> [P, N], and the seconds it took."""
     clock = Stopwatch(world.device)
-    scores = heldout.evaluate(policy, config, world=world, clock=clock, stop=_never)
+    scores = heldout.evaluate(policy, config, world=world, clock=clock, stop=_never).scores
     for name, score in scores.items():
         if not bool(score.present.all()):
             raise SolrlError(f"reward {name} left {int((~score.present).sum())} candidates without a score")

@@ -28,6 +28,7 @@ from solrl.config import Config
 from solrl.errors import SolrlError, UsageError
 from solrl.files import saving, sync_paths, temporary_of, write_atomic
 from solrl.settings import load_config, save_config
+from solrl.verdict import BAD, Kind
 
 FORMAT = 1
 """Raised when older versions cannot read a checkpoint any more."""
@@ -38,11 +39,13 @@ NUM_RECENT = 3
 CHANGEABLE = frozenset(
     {
         "train.num_steps",
+        "train.early_stop",
         "reward.max_missing_share",
         "evaluate.every_steps",
         "output.dir",
         "output.checkpoint_every_steps",
         "output.audit_every_steps",
+        "output.export",
         "output.trackers",
         "output.push_to",
         "runtime.mode",
@@ -75,6 +78,8 @@ class Checkpoint:
     """Held-out reward measured at this step, if it was: decides which checkpoint is the best."""
     base: str | None = None
     """Fingerprint of the frozen weights the adapters belong to (solrl.environment.fingerprint)."""
+    verdict: Kind | None = None
+    """What the run was judged to be with it (solrl/verdict.py), if it was evaluated."""
 
     def check_base(self, base: str) -> None:
         """Raise SolrlError where the frozen weights loaded now are others than the run's."""
@@ -208,15 +213,19 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
 
 
 def best_checkpoint(run_dir: Path) -> int | None:
-    """The step with the highest held-out reward (the earliest of equals), among those where it was measured."""
-    measured: dict[int, float] = {}
+    """The step with the highest held-out reward (the earliest of equals), among those where it was measured.
+
+    One that was judged suspicious or broken is the best only where all were: an exploited reward is high, too.
+    """
+    measured: dict[int, tuple[bool, float]] = {}
     for step, path in list_checkpoints(run_dir).items():
         try:
-            heldout = json.loads((path / "state.json").read_text())["heldout"]
+            state = json.loads((path / "state.json").read_text())
+            heldout = state["heldout"]
         except (OSError, ValueError, KeyError, TypeError):  # damaged: never the best; reading it says more
             continue
         if heldout is not None:
-            measured[step] = heldout
+            measured[step] = state.get("verdict") not in BAD, heldout
     return max(measured, key=lambda step: measured[step], default=None)
 
 
@@ -255,7 +264,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
             )
         if hashlib.sha256(data).hexdigest() != state["sha256"]:
             raise DamagedCheckpoint(f"{path} is damaged (state.safetensors does not match its hash)")
-        return Checkpoint(state["step"], safetensors.torch.load(data), state["heldout"], state["base"])
+        tensors = safetensors.torch.load(data)
+        return Checkpoint(state["step"], tensors, state["heldout"], state["base"], state.get("verdict"))
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f"{path} is damaged ({Path(error.filename).name} is missing)") from error
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -285,6 +295,7 @@ def _write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "format": FORMAT,
         "step": checkpoint.step,
         "heldout": checkpoint.heldout,
+        "verdict": checkpoint.verdict,
         "base": checkpoint.base,
         "solrl": __version__,
         "sha256": hashlib.sha256(data).hexdigest(),

@@ -72,7 +72,7 @@ def _overview() -> str:
   prompts fetch NAME [--out FILE] [--from LOCAL_COPY]
       Make a prompt file of a public suite, with its source beside it.
   report RUN
-      Write RUN/report.html anew.
+      Say whether the training is normal, and write RUN/report.html anew.
   export RUN OUT [--step S | --best] [--raw] [--push OWNER/NAME]
       Write a checkpoint's LoRA as diffusers loads it, and push it to the hub.
   doctor [--json]
@@ -230,12 +230,18 @@ def _prompts(words: list[str]) -> None:
 
 
 def _report(words: list[str]) -> None:
-    parser = _Parser("solrl report", description="Write RUN/report.html anew from what the run has recorded.")
+    parser = _Parser(
+        "solrl report",
+        description="Say whether the run's training is normal, and why; write RUN/report.html anew.",
+    )
     parser.add_argument("run", type=Path, help="run folder")
     chosen = parser.parse_args(words)
-    from solrl.report import write_report
+    from solrl.display import labelled
+    from solrl.report import recorded, write_report
+    from solrl.verdict import judge
 
-    print(write_report(chosen.run))
+    path = write_report(chosen.run)
+    print("\n".join([*labelled("verdict", judge(*recorded(chosen.run)).line), f"report: {path}"]))
 
 
 def _export(words: list[str]) -> None:

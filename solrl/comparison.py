@@ -196,7 +196,8 @@ class _Bench:
         for weights, pairs in self.adapters.items():
             self.trees.requantize_(pairs)
             clock = Stopwatch(self.world.device)
-            result.scores[weights] = heldout.evaluate(policy, config, world=self.world, clock=clock, stop=self.stop)
+            evaluation = heldout.evaluate(policy, config, world=self.world, clock=clock, stop=self.stop)
+            result.scores[weights] = evaluation.scores
             if self.world.is_main:
                 result.grids[weights] = heldout.grid(policy, config)
         return result

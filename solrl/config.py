@@ -200,6 +200,11 @@ class TrainConfig(Section):
     """Cap of that decay."""
     ema_decay: float = Field(0.9, ge=0, lt=1)
     """Cap of the weight average used for evaluation and export: min((1 + step) / (10 + step), this)."""
+    early_stop: Literal["off", "broken", "suspicious"] = "off"
+    """The mildest verdict on the run's health (docs/health.md) at which an evaluation ends it.
+
+    Everything is saved, and the exported weights are the best checkpoint's, as with output.export = best.
+    """
 
     @property
     def method(self) -> str:
@@ -278,6 +283,11 @@ class OutputConfig(Section):
     """Steps between checkpoints; the last three and the best are kept."""
     audit_every_steps: int = Field(10, ge=0)
     """Steps between audits that regenerate one whole group for fidelity/full_*; 0 turns them off."""
+    export: Literal["last", "best"] = "last"
+    """What a finished run leaves in lora/: its last weights, or those of its best checkpoint.
+
+    The best has the highest held-out reward of those whose verdict was neither suspicious nor broken.
+    """
     trackers: tuple[str, ...] = ()
     """accelerate trackers fed beside metrics.jsonl: tensorboard, wandb, trackio, ..."""
     push_to: str | None = None

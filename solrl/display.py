@@ -211,8 +211,12 @@ def plan_lines(config: Config, *, device: str, world_size: int, policy: str, exp
         f"{config.batch.train}{_padding(samples, batches * config.batch.train)}, 1 optimizer step"
     )
     facts["evaluate"] = _evaluation(config)
-    lines = [f"{name:<11} {text}" for name, text in facts.items()]
-    return [piece for line in lines for piece in textwrap.wrap(line, WIDTH, subsequent_indent=" " * 12)]
+    return [line for name, text in facts.items() for line in labelled(name, text)]
+
+
+def labelled(name: str, text: str) -> list[str]:
+    """``text`` with its name before it, in lines of WIDTH columns."""
+    return textwrap.wrap(f"{name:<11} {text}", WIDTH, subsequent_indent=" " * 12)
 
 
 def _stage(stage: StageConfig, config: Config, world_size: int) -> str:

@@ -13,12 +13,34 @@ from solrl.clock import Stopwatch
 from solrl.config import Config, StageConfig
 from solrl.distributed import World
 from solrl.groups import group_seeds
+from solrl.image_statistics import STATISTICS
 from solrl.rollout import ScoreBoard, call_reward, rollout
 from solrl.types import Conditioning, Policy, Reward, Scores
 
 GRID_PROMPTS, GRID_SEEDS = 8, 4
 ENCODED_AT_ONCE = 64
 """Prompts that the text encoders take together, so that any number of them fits."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation measured, equal on every rank."""
+
+    scores: dict[str, Scores]  # reward -> [prompts, images per prompt], the trained one first
+    statistics: dict[str, Tensor]  # image statistic -> float64 [prompts, images per prompt]
+
+    def metrics(self) -> dict[str, float]:
+        """``eval/<reward>/mean`` and ``stderr``, ``images/<statistic>/mean`` and ``std``.
+
+        Errors are over prompts, since images of one prompt are not independent; ``std`` is the spread of single images.
+        """
+        metrics = {}
+        for name, score in self.scores.items():
+            metrics[f"eval/{name}/mean"], metrics[f"eval/{name}/stderr"] = mean_and_error(prompt_means(score))
+        for name, values in self.statistics.items():
+            metrics[f"images/{name}/mean"] = float(values.mean())
+            metrics[f"images/{name}/std"] = float(values.std(correction=0))
+        return metrics
 
 
 @dataclass(frozen=True)
@@ -31,21 +53,27 @@ class HeldOut:
 
     def evaluate(
         self, policy: Policy, config: Config, *, world: World, clock: Stopwatch, stop: Callable[[], None]
-    ) -> dict[str, Scores]:
-        """Reward name -> scores [prompts, images per prompt], equal on every rank."""
+    ) -> Evaluation:
+        """Draw every prompt on its fixed seeds; score the images and measure their statistics."""
         settings = config.evaluate
-        seeds = group_seeds(settings.seed, 0, len(self.prompts), settings.images_per_prompt, "evaluate")
-        boards = {name: ScoreBoard((len(self.prompts), settings.images_per_prompt)) for name in self.rewards}
+        shape = (len(self.prompts), settings.images_per_prompt)
+        seeds = group_seeds(settings.seed, 0, *shape, "evaluate")
+        boards = {name: ScoreBoard(shape) for name in self.rewards}
+        statistics = {name: torch.zeros(shape[0] * shape[1], dtype=torch.float64) for name in STATISTICS}
         parts = rollout(
             policy, self.conditioning, self.prompts, seeds, evaluation_stage(config),
             batch=config.batch, world=world, clock=clock, stop=stop, phase="evaluate",
         )  # fmt: skip
         for part in parts:
-            for name, reward in self.rewards.items():
-                with clock.phase("evaluate"):
-                    boards[name].add(part, *call_reward(reward, part.images, part.prompts))
-                    boards[name].clean.clear()  # nobody trains on them, and a suite may have thousands
-        return {name: board.gather(world) for name, board in boards.items()}
+            with clock.phase("evaluate"):
+                for name, reward in self.rewards.items():
+                    boards[name].enter(part.index, *call_reward(reward, part.images, part.prompts))
+                for name, measure in STATISTICS.items():
+                    statistics[name][part.index] = measure(part.images).cpu()
+        return Evaluation(
+            {name: board.gather(world) for name, board in boards.items()},
+            {name: world.sum_(values).view(shape) for name, values in statistics.items()},
+        )
 
     def grid(self, policy: Policy, config: Config) -> tuple[Tensor, Tensor]:
         """Images [P, M, 3, H, W] of the first prompts on the first evaluation seeds, and their rewards [P, M].
@@ -80,14 +108,6 @@ def encode_all(policy: Policy, prompts: list[str]) -> Conditioning:
     parts = [policy.encode(prompts[i : i + ENCODED_AT_ONCE]) for i in range(0, len(prompts), ENCODED_AT_ONCE)]
     columns = zip(*((part.embeds, part.pooled, part.mask) for part in parts), strict=True)
     return Conditioning(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
-
-
-def summarise(scores: Mapping[str, Scores]) -> dict[str, float]:
-    """``eval/<reward>/mean`` and ``stderr``: over prompts, since images of one prompt are not independent."""
-    metrics = {}
-    for name, score in scores.items():
-        metrics[f"eval/{name}/mean"], metrics[f"eval/{name}/stderr"] = mean_and_error(prompt_means(score))
-    return metrics
 
 
 def prompt_means(score: Scores) -> Tensor:

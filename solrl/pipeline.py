@@ -72,7 +72,7 @@ def pipeline(
     with SignalStop() as stop, start(config.cpu_threads, config.deterministic) as world:
         session = open_session(config, world, stop)
         with Recorder(session, resume) as recorder, open_crew(session, recorder.step) as crew:
-            for step in range(recorder.step + 1, config.train.num_steps + 1):
+            for step in recorder.steps():
                 crew.log.step, clock = step, LoggedStopwatch(world.device, crew.log)
                 with recorder.saving_on_interrupt(step), crew.gang.naming_the_lost(lambda: stop.received is not None):
                     metrics = recorder.record(step, run_step(session, step, clock, crew.draw), clock)

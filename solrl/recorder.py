@@ -6,7 +6,7 @@ to the newest checkpoint and cuts off what came after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
@@ -16,10 +16,10 @@ from torch import Tensor
 from solrl import ledger
 from solrl.checkpoint import Checkpoint, RunFolder, newest_checkpoint
 from solrl.clock import Stopwatch
-from solrl.display import plan_lines
+from solrl.display import labelled, plan_lines
 from solrl.environment import device_name, environment, fingerprint
-from solrl.evaluate import HeldOut, encode_all, summarise
-from solrl.export import export_lora
+from solrl.evaluate import HeldOut, encode_all
+from solrl.export import checkpoint_adapters, export_lora, pick_checkpoint
 from solrl.fidelity import full_fidelity, kept_fidelity
 from solrl.health import StepFacts, check, clean_norms
 from solrl.images import save_grid
@@ -27,7 +27,8 @@ from solrl.models.base import compute_dtype, lora_state
 from solrl.report import write_report
 from solrl.session import Session, StepRecord
 from solrl.tracking import Tracking
-from solrl.types import Interrupted, RewardFailed
+from solrl.types import Interrupted, LoraPair, RewardFailed, SolrlError
+from solrl.verdict import Kind, is_evaluated, judge, stops_early
 
 
 class Recorder:
@@ -64,10 +65,20 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None and self.is_main:
-                self.tracking.plan([f"report: {write_report(self.config.output.dir)}"])
+            if self.is_main and (error is None or isinstance(error, SolrlError)):
+                self.tracking.plan(labelled("verdict", judge(self.config, self.tracking.history).line))
+            if self.is_main and error is None:
+                self._finish()
         finally:
             self._close()
+
+    def steps(self) -> Iterator[int]:
+        """The steps still to do: up to train.num_steps, or to an evaluation at which train.early_stop ends the run."""
+        for step in range(self.step + 1, self.config.train.num_steps + 1):
+            if stops_early(self.config, self.tracking.history):
+                self.tracking.plan(labelled("early stop", f"after step {step - 1}, as train.early_stop says"))
+                return
+            yield step
 
     def _close(self) -> None:
         self.tracking.close()
@@ -110,7 +121,7 @@ class Recorder:
             self.tracking.plan([f"step {step} skips {record.prompts[group]!r}: {reason}"])
         self.tracking.log(metrics)
         if due or step % self.config.output.checkpoint_every_steps == 0:
-            self._save(step, metrics.get(f"eval/{self.config.reward.name}/mean"))
+            self._save(step)
         return metrics
 
     def _is_due(self, step: int) -> bool:
@@ -126,7 +137,7 @@ class Recorder:
                 checkpoint.check_base(self._base)
                 self.session.load_state_dict(checkpoint.tensors)
                 step += checkpoint.step
-                self._export(checkpoint.step, checkpoint.heldout)  # a kill may have come between the two
+                self._export_current(checkpoint.step, checkpoint.heldout)  # a kill may have come between the two
         self.step = int(self.world.broadcast_(step))
         state = {name: self.world.broadcast_(tensor) for name, tensor in self.session.state_dict().items()}
         self.session.load_state_dict(state)
@@ -143,7 +154,7 @@ class Recorder:
         self.tracking.phase("evaluate")
         session.sync(session.learner.ema)
         try:
-            scores = self.heldout.evaluate(
+            evaluation = self.heldout.evaluate(
                 session.rollout_policy, self.config, world=self.world, clock=clock, stop=session.stop
             )
             if self.is_main:
@@ -152,20 +163,49 @@ class Recorder:
                 save_grid(path, images, self.heldout.prompts[: len(images)], rewards=values, title=f"step {step}")
         finally:
             session.sync()
-        return summarise(scores) | {"time/evaluate_s": clock.metrics()["time/total_s"]}
+        return evaluation.metrics() | {"time/evaluate_s": clock.metrics()["time/total_s"]}
 
-    def _save(self, step: int, heldout: float | None = None) -> None:
+    def _save(self, step: int) -> None:
+        """Checkpoint and export of the weights after ``step``, whose metrics are the last that were recorded."""
         if not self._folder:
             return
-        self._folder.save(Checkpoint(step, self.session.state_dict(), heldout, self._base))
-        self._export(step, heldout)
+        heldout: float | None = None
+        verdict: Kind | None = None
+        last = self.tracking.history[-1]
+        if is_evaluated(self.config, last) and last["step"] == step:
+            heldout = last[f"eval/{self.config.reward.name}/mean"]
+            verdict = judge(self.config, self.tracking.history).kind
+        self._folder.save(Checkpoint(step, self.session.state_dict(), heldout, self._base, verdict))
+        self._export_current(step, heldout)
 
-    def _export(self, step: int, heldout: float | None) -> None:
-        learner, folder = self.session.learner, self.config.output.dir
+    def _export_current(self, step: int, heldout: float | None) -> None:
+        self._export(step, heldout, self.session.learner.ema, lora_state(self.session.policy.transformer, "default"))
+
+    def _export(
+        self, step: int, heldout: float | None, ema: Mapping[str, LoraPair], raw: Mapping[str, LoraPair]
+    ) -> None:
+        folder = self.config.output.dir
         rewards = {self.config.reward.name: heldout} if heldout is not None else {}
-        export_lora(folder / "lora", learner.ema, self.config, step=step, weights="average (EMA)", rewards=rewards)
-        raw = lora_state(self.session.policy.transformer, "default")
+        export_lora(folder / "lora", ema, self.config, step=step, weights="average (EMA)", rewards=rewards)
         export_lora(folder / "lora_raw", raw, self.config, step=step, weights="policy", rewards={})
+
+    def _finish(self) -> None:
+        """Roll the exports back to the best checkpoint where that is wanted, and write the report."""
+        config, history = self.config, self.tracking.history
+        if config.output.export == "best" or stops_early(config, history):
+            self._roll_back(int(history[-1]["step"]))
+        self.tracking.plan([f"report: {write_report(config.output.dir)}"])
+
+    def _roll_back(self, last: int) -> None:
+        """Export the best checkpoint's weights; the checkpoints stay as they are."""
+        best = pick_checkpoint(self.config.output.dir, "best")
+        found = f"step {best.step}, held-out {self.config.reward.name} {best.heldout:.3f}, verdict {best.verdict}"
+        if best.step == last:
+            self.tracking.plan(labelled("export", f"the last checkpoint is the best there is: {found}"))
+            return
+        ema, raw = checkpoint_adapters(best, self.config, "ema"), checkpoint_adapters(best, self.config, "policy")
+        self._export(best.step, best.heldout, ema, raw)
+        self.tracking.plan(labelled("export", f"rolled back to the best checkpoint: {found}; the last is step {last}"))
 
     def _write_ledger(self, step: int, record: StepRecord) -> None:
         config = self.config

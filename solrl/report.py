@@ -14,11 +14,20 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from solrl.charts import Series, line_chart, number, smoothed, sparkline, stacked_chart, table
+from solrl.charts import Series, line_chart, number, smoothed, stacked_chart, table
 from solrl.config import Config
 from solrl.files import write_atomic
-from solrl.health import MEANINGS
 from solrl.images import PIXEL_ART, Grid, data_url, load_grid
+from solrl.panels import (
+    column,
+    fidelity_section,
+    health_section,
+    last_step,
+    split,
+    statistics_section,
+    summary_of,
+    verdict_section,
+)
 from solrl.settings import load_config
 from solrl.tracking import FILE, Row, read_metrics
 from solrl.types import SolrlError
@@ -40,24 +49,30 @@ FILES = {
 
 def write_report(run_dir: Path) -> Path:
     """Write ``report.html`` into the run folder and return its path."""
-    if not (run_dir / "config.toml").is_file():
-        raise SolrlError(f"{run_dir} is not a run folder: it holds no config.toml")
-    config = load_config(run_dir / "config.toml")
-    metrics = run_dir / FILE
-    rows = read_metrics(metrics) if metrics.exists() else []
+    config, rows = recorded(run_dir)
     environment = _environment(run_dir)
     body = [
         _header(run_dir, config, environment, rows),
+        verdict_section(config, rows),
         _rewards(config, rows),
         _images(run_dir),
-        _fidelity(config, rows),
+        statistics_section(rows),
+        fidelity_section(config, rows),
         _time(rows),
-        _health(rows),
+        health_section(rows),
         _details(run_dir, environment),
     ]
     path = run_dir / "report.html"
     write_atomic(path, _page(f"{run_dir.resolve().name}: {config.reward.name}", "\n".join(body)).encode())
     return path
+
+
+def recorded(run_dir: Path) -> tuple[Config, list[Row]]:
+    """The settings of a run and the rows of its metrics, of which there may be none yet."""
+    if not (run_dir / "config.toml").is_file():
+        raise SolrlError(f"{run_dir} is not a run folder: it holds no config.toml")
+    metrics = run_dir / FILE
+    return load_config(run_dir / "config.toml"), read_metrics(metrics) if metrics.exists() else []
 
 
 def _page(title: str, body: str) -> str:
@@ -86,7 +101,7 @@ def _environment(run_dir: Path) -> dict[str, Any]:
 
 
 def _header(run_dir: Path, config: Config, environment: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    done = _last_step(rows)
+    done = last_step(rows)
     seconds = math.fsum(_seconds(row) for row in rows)
     gpu, cpu = environment.get("device", "unknown"), environment.get("cpu", "unknown")
     hardware = f"{cpu}, {environment.get('num_cpus', '?')} CPUs" if gpu == "cpu" else gpu
@@ -103,7 +118,7 @@ def _header(run_dir: Path, config: Config, environment: Mapping[str, Any], rows:
     ]
     cells = "".join(f"<div><dt>{name}</dt><dd>{html.escape(value)}</dd></div>" for name, value in facts)
     cells += f'<div class="wide"><dt>Explorer</dt><dd>{html.escape(explorer)}</dd></div>'
-    headline, detail = _verdict(config, rows)
+    headline, detail = _headline(config, rows)
     return (
         f'<header><p class="kicker">solrl run {html.escape(run_dir.resolve().name)}</p><h1>{headline}</h1>'
         f'<p class="sub">{detail}</p><dl class="facts">{cells}</dl></header>'
@@ -117,11 +132,11 @@ def _candidates(config: Config) -> str:
     return f"{explore.group_size} explored, {regenerate.group_size} kept for each of {groups} prompts a step"
 
 
-def _verdict(config: Config, rows: Sequence[Row]) -> tuple[str, str]:
+def _headline(config: Config, rows: Sequence[Row]) -> tuple[str, str]:
     """The headline, and the sentence under it."""
     name = html.escape(config.reward.name)
-    heldout = _column(rows, f"eval/{config.reward.name}/mean")
-    errors = dict(_column(rows, f"eval/{config.reward.name}/stderr"))
+    heldout = column(rows, f"eval/{config.reward.name}/mean")
+    errors = dict(column(rows, f"eval/{config.reward.name}/stderr"))
     if not heldout:
         return f"No held-out {name} reward yet", "The first evaluation comes before step 1."
     (_, before), (step, after) = heldout[0], heldout[-1]
@@ -145,22 +160,22 @@ def _verdict(config: Config, rows: Sequence[Row]) -> tuple[str, str]:
 def _rewards(config: Config, rows: Sequence[Row]) -> str:
     names = sorted({key.split("/")[1] for row in rows for key in row if key.startswith("eval/")})
     names.sort(key=lambda name: name != config.reward.name)  # the trained one first
-    charts, end = [], _last_step(rows)
+    charts, end = [], last_step(rows)
     for color, name in zip((3, 4, 7, 5, 6, 8) * len(names), names, strict=False):
-        points, errors = _column(rows, f"eval/{name}/mean"), dict(_column(rows, f"eval/{name}/stderr"))
+        points, errors = column(rows, f"eval/{name}/mean"), dict(column(rows, f"eval/{name}/stderr"))
         bars = [errors.get(x, 0.0) for x, _ in points]
         role = "trained on" if name == config.reward.name else "watched only"
-        series = Series(f"averaged weights, {role}", *_split(points), color, "dots", bars)
-        charts.append(line_chart(f"Held-out {name}", [series], summary=_summary(f"Held-out {name}", points), end=end))
+        series = Series(f"averaged weights, {role}", *split(points), color, "dots", bars)
+        charts.append(line_chart(f"Held-out {name}", [series], summary=summary_of(f"Held-out {name}", points), end=end))
     training = []
     for color, key, name in ((1, "reward/mean", "reward"), (2, "proxy_reward/mean", "proxy reward")):
-        curve = Series(name, *_split(_column(rows, key)), color)
+        curve = Series(name, *split(column(rows, key)), color)
         if len(curve.xs) >= SMOOTH_FROM:
             window = max(5, len(curve.xs) // 20)
             training += [Series(name, curve.xs, curve.ys, color, "faint"), smoothed(curve, window, color)]
         else:
             training.append(curve)
-    summary = _summary("Training reward", _column(rows, "reward/mean"))
+    summary = summary_of("Training reward", column(rows, "reward/mean"))
     charts.append(line_chart("Training rewards", training, summary=summary, end=end))
     if not any(charts):
         return "<section><h2>Rewards</h2><p class=note>No step has ended yet.</p></section>"
@@ -169,81 +184,6 @@ def _rewards(config: Config, rows: Sequence[Row]) -> str:
         "means over other prompts at every step: <em>proxy reward</em> over all explored candidates, <em>reward</em> "
         f'over the kept ones drawn again in full precision.</p><div class="pair">{"".join(charts)}</div></section>'
     )
-
-
-def _fidelity(config: Config, rows: Sequence[Row]) -> str:
-    title = "<section><h2>Selection fidelity</h2>"
-    if not (config.explore.enabled and config.regenerate.enabled):
-        return f"{title}<p class=note>Not measured: only one of the two stages draws samples.</p></section>"
-    columns = {
-        kind: {name: _column(rows, f"fidelity/{kind}_{name}") for name in STATISTICS} for kind in ("kept", "full")
-    }
-    if not any(columns["kept"].values()) and not any(columns["full"].values()):
-        return f"{title}<p class=note>Not measured yet.</p></section>"
-    kept, full = columns["kept"], columns["full"]
-    pool, keep = config.explore.group_size, config.regenerate.group_size
-    whole = f"whole group of {pool} (audited steps)"
-    correlations = [
-        Series("Spearman, kept only (range-restricted)", *_split(kept["spearman"]), 1),
-        Series(f"Spearman, {whole}", *_split(full["spearman"]), 2, "dots"),
-        Series(f"Kendall tau-b, {whole}", *_split(full["kendall"]), 4, "dots"),
-    ]
-    ranks = [
-        Series(f"proxy's best {keep // 2}", *_split(full["top_rank"]), 3, "dots"),
-        Series(f"proxy's worst {keep // 2}", *_split(full["bottom_rank"]), 6, "dots"),
-    ]
-    levels = [(_perfect("top_rank", pool, keep), "perfect"), ((pool + 1) / 2, "chance")]
-    levels.append((_perfect("bottom_rank", pool, keep), "perfect"))
-    charts = line_chart(
-        "Rank correlation of proxy reward and reward", correlations, end=_last_step(rows),
-        summary=_summary("Spearman correlation over the kept candidates", kept["spearman"]),
-    ) + line_chart(
-        "Mean true rank, whole group", ranks, end=_last_step(rows), unit=f"1 = best of {pool}", levels=levels,
-        summary=_summary(f"Mean true rank of the proxy's best {keep // 2}", full["top_rank"]),
-    )  # fmt: skip
-    return (
-        f"{title}<p class=note>Do the explorer's cheap scores order candidates as full rollouts do? <em>Kept</em> "
-        "values come free with every step but see only the two ends of each group, so their range is restricted: never "
-        "compare them with published figures. <em>Whole-group</em> values come from audited steps, where one group is "
-        f'drawn again entirely; those are the ones to compare.</p><div class="pair">{charts}</div>'
-        f"{_fidelity_table(columns, pool, keep)}</section>"
-    )
-
-
-STATISTICS = {
-    "spearman": "Spearman's rho, ties averaged",
-    "kendall": "Kendall's tau-b",
-    "top_rank": "mean true rank of the candidates kept as best",
-    "bottom_rank": "mean true rank of the candidates kept as worst",
-    "overlap_k": "overlap: share of those kept as best and as worst that truly are",
-}
-
-
-def _perfect(name: str, size: int, keep: int) -> float:
-    half = keep // 2
-    return {"top_rank": (half + 1) / 2, "bottom_rank": size - (half - 1) / 2}.get(name, 1.0)
-
-
-def _chance(name: str, size: int, keep: int) -> float:
-    return {"top_rank": (size + 1) / 2, "bottom_rank": (size + 1) / 2, "overlap_k": keep / 2 / size}.get(name, 0.0)
-
-
-def _fidelity_table(columns: Mapping[str, Mapping[str, list[tuple[float, float]]]], pool: int, keep: int) -> str:
-    lines = []
-    for name, meaning in STATISTICS.items():
-        cells = ""
-        for kind, size in (("kept", keep), ("full", pool)):
-            values = [y for _, y in columns[kind][name]]
-            mean = number(math.fsum(values) / len(values)) if values else "&ndash;"
-            ends = f"{number(_perfect(name, size, keep))} / {number(_chance(name, size, keep))}" if values else ""
-            cells += f"<td class=n>{mean}</td><td class=n>{ends}</td>"
-        lines.append(f'<tr><th scope="row">{meaning}</th>{cells}</tr>')
-    audits = len(columns["full"]["spearman"])
-    head = (
-        f"<th class=n>kept {keep} (range-restricted)</th><th class=n>perfect / chance</th>"
-        f"<th class=n>whole group of {pool}, {audits} audit{'s' * (audits != 1)}</th><th class=n>perfect / chance</th>"
-    )
-    return table("Means over the run", f"<th>statistic</th>{head}", lines)
 
 
 def _time(rows: Sequence[Row]) -> str:
@@ -289,24 +229,6 @@ def _time(rows: Sequence[Row]) -> str:
 
 def _layer(name: str, steps: Sequence[Row], seconds: list[float], color: int) -> Series:
     return Series(name, [row["step"] for row in steps], seconds, color, "area")
-
-
-def _health(rows: Sequence[Row]) -> str:
-    known = [key for key in MEANINGS if any(key in row for row in rows)]
-    further = {key for row in rows for key in row if key.startswith("health/")} - set(MEANINGS) - {"health/groups"}
-    lines = []
-    for key in [*known, *sorted(further)]:
-        xs, ys = _split(_column(rows, key))
-        reach = f"{number(min(ys))} to {number(max(ys))}" if min(ys) < max(ys) else "constant"
-        lines.append(
-            f'<tr><th scope="row"><code>{html.escape(key)}</code></th><td class=why>{MEANINGS.get(key, "")}</td>'
-            f"<td class=n>{number(ys[-1])}</td><td class=n>{reach}</td>"
-            f'<td class="curve c1">{sparkline(xs, ys)}</td></tr>'
-        )
-    if not lines:
-        return "<section><h2>Update and health</h2><p class=note>No step has ended yet.</p></section>"
-    head = "<th>metric</th><th></th><th class=n>last step</th><th class=n>range</th><th>over the run</th>"
-    return f"<section><h2>Update and health</h2>{table('', head, lines)}</section>"
 
 
 def _images(run_dir: Path) -> str:
@@ -356,26 +278,6 @@ def _details(run_dir: Path, environment: Mapping[str, Any]) -> str:
         f"<details><summary>Environment</summary><pre>{facts}</pre></details>"
         f'<h2>Files beside this page</h2><ul class="files">{"".join(links)}</ul></section>'
     )
-
-
-def _last_step(rows: Sequence[Row]) -> int:
-    return int(rows[-1]["step"]) if rows else 0
-
-
-def _column(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
-    """(step, value) of every row that has ``key``."""
-    return [(row["step"], row[key]) for row in rows if key in row]
-
-
-def _split(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
-
-
-def _summary(name: str, points: Sequence[tuple[float, float]]) -> str:
-    if not points:
-        return f"{name}: no value yet."
-    (first, start), (last, end) = points[0], points[-1]
-    return f"{name}: {number(start)} at step {first:.0f}, {number(end)} at step {last:.0f}."
 
 
 def _phase(key: str) -> str:

@@ -51,7 +51,7 @@ def train(config: Config, *, resume: bool = False, on_step: Callable[[dict[str, 
     with SignalStop() as stop, start(config.cpu_threads, config.deterministic) as world:
         session = open_session(config, world, stop)
         with Recorder(session, resume) as recorder:
-            for step in range(recorder.step + 1, config.train.num_steps + 1):
+            for step in recorder.steps():
                 clock = Stopwatch(world.device)
                 with recorder.saving_on_interrupt(step):
                     metrics = recorder.record(step, run_step(session, step, clock), clock)

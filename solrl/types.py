@@ -35,8 +35,8 @@ class Conditioning:
     mask: Tensor | None = None  # [B, tokens], 1 = a real token
 
     def rows(self, index: Sequence[int] | Tensor) -> Conditioning:
-        """The rows named by ``index``, in its order; repeats are allowed."""
-        picked = torch.as_tensor(index, device=self.embeds.device)
+        """The rows named by ``index``, in its order; repeats are allowed, and none."""
+        picked = torch.as_tensor(index, device=self.embeds.device).long()
         return Conditioning(*(None if t is None else t[picked] for t in (self.embeds, self.pooled, self.mask)))  # type: ignore[arg-type]
 
     def to(self, device: torch.device) -> Conditioning:

@@ -55,3 +55,36 @@ class Redness:
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         return images[:, 0].mean((1, 2))
+
+
+class Darkness:
+    """How black an image is: a reward that any model exploits, whatever the prompt says."""
+
+    name = "darkness"
+    range = (0.0, 1.0)
+    description = "1 - mean of all channels"
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        return 1 - images.mean((1, 2, 3))
+
+
+class Graininess:
+    """Mean absolute difference of neighbouring pixels: highest for noise."""
+
+    name = "graininess"
+    range = (0.0, 1.0)
+    description = "mean absolute difference of neighbouring pixels"
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        return images.diff(dim=-1).abs().mean((1, 2, 3)) + images.diff(dim=-2).abs().mean((1, 2, 3))
+
+
+class Indifferent:
+    """One half for every image: nothing can be learned from it."""
+
+    name = "indifferent"
+    range = (0.0, 1.0)
+    description = "always 0.5"
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        return torch.full((len(prompts),), 0.5)

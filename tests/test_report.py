@@ -8,6 +8,7 @@ import torch
 
 from solrl.charts import Series, line_chart, number, smoothed, stacked_chart, thinned, ticks
 from solrl.config import Config
+from solrl.image_statistics import STATISTICS
 from solrl.images import save_grid
 from solrl.report import write_report
 from solrl.settings import save_config
@@ -172,6 +173,26 @@ def test_the_last_values_of_every_curve_equal_the_last_metrics(finished):
     assert fidelity["Spearman, whole group of 96 (audited steps)"] == "0.910"
     assert last("Mean true rank, whole group") == {"proxy's best 12": "8.40", "proxy's worst 12": "87.4"}
     assert last("Seconds of each step") == {"explore": "3", "score": "0.250", "update": "6", "other": "0.750"}
+
+
+def test_the_verdict_stands_on_the_page_with_its_reasons_and_what_else_was_found(finished):
+    assert "Is this training normal? healthy" in finished.text
+    assert "held-out shapes 0.438 -> 0.637 (+11.3 standard errors) clip_score 0.270 -> 0.270 (+0.0" in finished.text
+    assert "the gradient's norm grew from 0.11 to 0.71" in finished.text  # a hint: said, but not a reason
+
+
+def test_image_statistics_are_shown_with_their_drift_in_spreads(tmp_path):
+    make_run(tmp_path / "run", 0, images=False)
+    with (tmp_path / "run" / "metrics.jsonl").open("w") as file:
+        for step, mean in ((0, 0.5), (8, 0.75)):
+            row = (
+                {"step": step} | evaluation(0.4 + step / 20) | {f"images/{name}/std": 0.1 + step for name in STATISTICS}
+            )
+            row |= {f"images/{name}/mean": mean for name in STATISTICS}
+            file.write(json.dumps(row) + "\n")
+    text = read(tmp_path / "run").text
+    assert "sharpness variance of the brightness's Laplacian" in text and "0.500 \u00b1 0.100 0.750 +2.50" in text
+    assert "Is this training normal? suspicious" in text
 
 
 def test_kept_and_whole_group_fidelity_have_their_own_perfect_and_chance_values(finished):
