@@ -45,7 +45,6 @@ CHANGEABLE = frozenset(
         "output.dir",
         "output.checkpoint_every_steps",
         "output.audit_every_steps",
-        "output.export",
         "output.trackers",
         "output.push_to",
         "runtime.mode",

@@ -203,7 +203,8 @@ class TrainConfig(Section):
     early_stop: Literal["off", "broken", "suspicious"] = "off"
     """The mildest verdict on the run's health (docs/health.md) at which an evaluation ends it.
 
-    Everything is saved, and the exported weights are the best checkpoint's, as with output.export = best.
+    Everything is saved, and lora/ then holds the best checkpoint: the highest held-out reward of those whose verdict was
+    neither suspicious nor broken (where there is none, of all).
     """
 
     @property
@@ -283,11 +284,6 @@ class OutputConfig(Section):
     """Steps between checkpoints; the last three and the best are kept."""
     audit_every_steps: int = Field(10, ge=0)
     """Steps between audits that regenerate one whole group for fidelity/full_*; 0 turns them off."""
-    export: Literal["last", "best"] = "last"
-    """What a finished run leaves in lora/: its last weights, or those of its best checkpoint.
-
-    The best has the highest held-out reward of those whose verdict was neither suspicious nor broken.
-    """
     trackers: tuple[str, ...] = ()
     """accelerate trackers fed beside metrics.jsonl: tensorboard, wandb, trackio, ..."""
     push_to: str | None = None

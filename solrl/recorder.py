@@ -190,11 +190,10 @@ class Recorder:
         export_lora(folder / "lora_raw", raw, self.config, step=step, weights="policy", rewards={})
 
     def _finish(self) -> None:
-        """Roll the exports back to the best checkpoint where that is wanted, and write the report."""
-        config, history = self.config, self.tracking.history
-        if config.output.export == "best" or stops_early(config, history):
-            self._roll_back(int(history[-1]["step"]))
-        self.tracking.plan([f"report: {write_report(config.output.dir)}"])
+        """Roll the exports back to the best checkpoint where the run was stopped early, and write the report."""
+        if stops_early(self.config, self.tracking.history):
+            self._roll_back(int(self.tracking.history[-1]["step"]))
+        self.tracking.plan([f"report: {write_report(self.config.output.dir)}"])
 
     def _roll_back(self, last: int) -> None:
         """Export the best checkpoint's weights; the checkpoints stay as they are."""
