@@ -203,8 +203,8 @@ class TrainConfig(Section):
     early_stop: Literal["off", "broken", "suspicious"] = "off"
     """The mildest verdict on the run's health (docs/health.md) at which an evaluation ends it.
 
-    Everything is saved, and lora/ then holds the best checkpoint: the highest held-out reward of those whose verdict was
-    neither suspicious nor broken (where there is none, of all).
+    Everything is saved, and lora/ then holds the best checkpoint: the highest held-out reward of those whose verdict
+    was neither suspicious nor broken (where there is none, of all).
     """
 
     @property
