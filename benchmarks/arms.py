@@ -119,42 +119,50 @@ def carry_out(
     *,
     launch: Sequence[str] = (),
     hours: float | None = None,
+    price: float = 0.0,
     recorded: Callable[[Run], None] | None = None,
+    keep_going: bool = False,
 ) -> None:
     """Finish the runs that are not; raises SolrlError at the first failure, once those under way have ended.
 
-    An existing folder must hold the same settings. ``launch`` stands before a script in place of Python, as in
-    `accelerate launch`. No run begins that would not end within ``hours``, as far as the runs so far tell. Each run
-    goes to ``recorded`` as soon as it is finished, one at a time.
+    With ``keep_going`` only the failed arm is left out, and the error comes at the end. An existing folder must hold
+    the same settings. ``launch`` stands before a script in place of Python, as in `accelerate launch`. No run begins
+    that would not end within ``hours`` as far as is known: ``price`` is the seconds of a velocity evaluation until runs
+    have recorded their own. Each run goes to ``recorded`` as soon as it is finished, one at a time.
     """
     open_runs = [run for run in todo if not run.is_finished]
     for run in todo:
         _require_same_settings(run)
     say(f"{len(todo) - len(open_runs)} of {len(todo)} runs are finished")
-    began, failed, lock = monotonic(), threading.Event(), threading.Lock()
+    began, lock = monotonic(), threading.Lock()
+    failed: dict[str, SolrlError] = {}  # by arm
 
     def work(number: int, run: Run) -> bool:
-        price = seconds_an_evaluation(todo) or 0.0
-        ends = monotonic() - began + price * run_evaluations(run.config)
-        if failed.is_set() or (hours is not None and ends > 3600 * hours):
+        now = seconds_an_evaluation(todo) or price
+        ends = monotonic() - began + now * run_evaluations(run.config)
+        if run.arm in failed or (failed and not keep_going):
+            return True
+        if hours is not None and ends > 3600 * hours:
             return False
         try:
             train_run(run, launch)
-        except SolrlError:
-            failed.set()
-            raise
+        except SolrlError as error:
+            failed[run.arm] = error
+            say(f"error: {error}")
+            return True
         with lock:
             if recorded:
                 recorded(run)
-            price = seconds_an_evaluation(todo) or 0.0
-            left = price * sum(run_evaluations(later.config) for later in open_runs[number + 1 :]) / workers
+            left = now * sum(run_evaluations(later.config) for later in open_runs[number + 1 :]) / workers
             say(f"{run.arm} seed {run.seed}: {run.heldout()[-1][1]:.3f}; about {left / 60:.0f} minutes left")
         return True
 
     with ThreadPoolExecutor(workers) as pool:
-        carried = [future.result() for future in [pool.submit(work, n, run) for n, run in enumerate(open_runs)]]
-    if not all(carried):
-        say(f"{carried.count(False)} runs were not begun: they would not have ended within {hours:g} hours")
+        begun = [future.result() for future in [pool.submit(work, n, run) for n, run in enumerate(open_runs)]]
+    if not all(begun):
+        say(f"{begun.count(False)} runs were not begun: they would not have ended within {hours:g} hours")
+    if failed:
+        raise next(iter(failed.values()))
 
 
 def train_run(run: Run, launch: Sequence[str] = ()) -> None:

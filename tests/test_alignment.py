@@ -120,6 +120,8 @@ def test_results_of_the_file_stand_for_runs_and_those_of_other_settings_are_kept
     again = Results(plan, made.file)
     assert again.cells == made.cells
     assert [run.seed for run in plan.runs() if not again.has(run)] == [1, 1]
+    assert again.price == pytest.approx(3.0 * (1 / step_evaluations(plan.arms["shapes", "nft"]) +
+                                               1 / step_evaluations(plan.arms["shapes", "sol_rl"])) / 2)  # fmt: skip
     assert len(again.payload()["cells"]) == 3
 
 

@@ -93,6 +93,11 @@ def test_a_failed_run_names_its_last_line(tmp_path: Path) -> None:
     config = tiny_config(tmp_path / "unused")
     save_config(config.model_copy(update={"model": config.model.model_copy(update={"path": "nowhere"})}),
                 tmp_path / "base.toml")  # fmt: skip
-    broken = runs(tmp_path, tmp_path / "base.toml", [Arm("full", {})], [0], {})
+    arms, said = [Arm("full", {}), Arm("other", {"train.learning_rate": 1e-4})], list[str]()
+    broken = runs(tmp_path, tmp_path / "base.toml", arms, [0, 1], {})
     with pytest.raises(SolrlError, match=r"full seed 0 ended with exit code 1: solrl: error: .*nowhere"):
-        carry_out(broken, 1)
+        carry_out(broken, 1, said.append)
+    assert sum(line.startswith("error: ") for line in said) == 1  # nothing began after it
+    with pytest.raises(SolrlError, match="full seed 0"):
+        carry_out(broken, 1, said.append, keep_going=True)
+    assert [line[7:19] for line in said if line.startswith("error: ")][1:] == ["full seed 0 ", "other seed 0"]

@@ -72,7 +72,7 @@ def train(
     print(f"{len(runs) - len(todo)} of {len(runs)} runs have results, {len(todo)} are to be trained", flush=True)
     if not todo:
         return
-    price = seconds_an_evaluation(runs) or _probed(study, todo[0], launch)
+    price = seconds_an_evaluation(runs) or results.price or _probed(study, todo[0], launch)
     total = price * sum(run_evaluations(run.config) for run in todo) / workers / 3600
     print(f"that takes about {total:.1f} hours at {workers} at a time, by the steps recorded so far", flush=True)
 
@@ -80,7 +80,10 @@ def train(
         results.add(run)
         write(results, report)
 
-    carry_out(todo, workers, launch=launch, hours=hours, recorded=recorded, say=lambda line: print(line, flush=True))
+    carry_out(
+        todo, workers, lambda line: print(line, flush=True), launch=launch, hours=hours, price=price,
+        recorded=recorded, keep_going=True,
+    )  # fmt: skip
 
 
 def write(results: Results, report: Report) -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.alignment.tables import METHODS, TABLES, TINY, Method
@@ -212,6 +213,14 @@ class Results:
         return {
             seed: cell for (name, other, seed), cell in sorted(self.cells.items()) if (name, other) == (reward, twin)
         }
+
+    @property
+    def price(self) -> float | None:
+        """Seconds of a velocity evaluation in training, the median over cells; None without any."""
+        arms = self.study.arms
+        each = [cell.wall_s[-1] / cell.last_step / step_evaluations(arms[cell.reward, cell.arm])
+                for cell in self.cells.values()]  # fmt: skip
+        return median(each) if each else None
 
     def has(self, run: Run) -> bool:
         """Whether a run is known."""
