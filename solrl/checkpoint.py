@@ -118,7 +118,7 @@ class RunFolder:
         folder = cls(dir, _acquire(dir))
         try:
             before = load_config(dir)
-            if _holds_results(dir):
+            if holds_results(dir):
                 _check_same_run(dir, before, config)
             _remove_leftovers(dir)
             checkpoint = newest_checkpoint(dir, warn=warn, set_aside=True)
@@ -164,7 +164,7 @@ class RunFolder:
 
     def _write_settings(self, config: Config, environment: dict[str, Any], warn: Warn = _to_stderr) -> None:
         path = self.dir / "environment.json"
-        if path.is_file() and _holds_results(self.dir):
+        if path.is_file() and holds_results(self.dir):
             environment = _continued(json.loads(path.read_text()), environment, warn)
         write_atomic(path, (json.dumps(environment, indent=2) + "\n").encode())
         _write_config(self.dir / "config.toml", config)  # last: a folder with settings can be resumed
@@ -196,7 +196,7 @@ def check_folder(dir: Path, resume: bool) -> None:
         raise UsageError(f"output.dir {dir}: {existing} is not writable; choose another or change its permissions")
     if resume and not (dir / "config.toml").is_file():
         raise UsageError(f"{dir} holds no run to resume; leave out --resume to start one there")
-    if not resume and _holds_results(dir):
+    if not resume and holds_results(dir):
         raise UsageError(f"{dir} already holds a run; pass --resume to continue it or choose another output.dir")
 
 
@@ -349,7 +349,8 @@ def _acquire(dir: Path) -> IO[str]:
     return lock
 
 
-def _holds_results(dir: Path) -> bool:
+def holds_results(dir: Path) -> bool:
+    """Whether a run has recorded anything there."""
     metrics = dir / "metrics.jsonl"
     return (metrics.is_file() and metrics.stat().st_size > 0) or any(
         any((dir / name).glob("step_*")) for name in ("ledger", "checkpoints")

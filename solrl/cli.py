@@ -73,6 +73,8 @@ def _overview() -> str:
       Make a prompt file of a public suite, with its source beside it.
   report RUN
       Say whether the training is normal, and write RUN/report.html anew.
+  trace RUN [-o FILE]
+      Write who did what and when, as ui.perfetto.dev opens it.
   export RUN OUT [--step S | --best] [--raw] [--push OWNER/NAME]
       Write a checkpoint's LoRA as diffusers loads it, and push it to the hub.
   doctor [--json]
@@ -244,6 +246,20 @@ def _report(words: list[str]) -> None:
     print("\n".join([*labelled("verdict", judge(*recorded(chosen.run)).line), f"report: {path}"]))
 
 
+def _trace(words: list[str]) -> None:
+    parser = _Parser(
+        "solrl trace",
+        description="Write the timeline of a run whose processes changed roles as a Chrome trace: open it in "
+        "ui.perfetto.dev or chrome://tracing.",
+    )
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="the trace (RUN/trace.json)")
+    chosen = parser.parse_args(words)
+    from solrl.trace import write_trace
+
+    print(write_trace(chosen.run, chosen.out or chosen.run / "trace.json"))
+
+
 def _export(words: list[str]) -> None:
     parser = _Parser("solrl export", description="Write a checkpoint's LoRA and its model card into OUT.")
     parser.add_argument("run", type=Path, help="run folder")
@@ -349,6 +365,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "plan": _plan,
     "prompts": _prompts,
     "report": _report,
+    "trace": _trace,
     "export": _export,
     "reward-server": _reward_server,
     "doctor": _doctor,

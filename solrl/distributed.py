@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,7 +76,7 @@ def start(cpu_threads: int, deterministic: bool) -> Iterator[World]:
     from accelerate.utils import parse_flag_from_env
 
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
-    state = PartialState(cpu=on_cpu)
+    state = PartialState(cpu=on_cpu, **_meeting_point())
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != asked:
         raise UsageError(f"the launcher started {asked} processes but they found {state.num_processes} of each other")
@@ -91,6 +92,22 @@ def start(cpu_threads: int, deterministic: bool) -> Iterator[World]:
         if dist.is_initialized():
             dist.destroy_process_group()
         PartialState._reset_state()
+
+
+def _meeting_point() -> dict[str, Any]:
+    """Where a process that the launcher has started again finds the others.
+
+    With its default ("static") rendezvous the launcher's store lives on, and with it the addresses of the processes
+    that are gone, which torch would hand out again: so the same store is used under names of this start.
+    """
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restart == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    ours = dist.PrefixStore(f"restart_{restart}", store)  # type: ignore[attr-defined]
+    return {"store": ours, "rank": rank, "world_size": size}
 
 
 class OrderFreeSum:

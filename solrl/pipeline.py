@@ -32,6 +32,7 @@ from solrl.launch import check_launcher
 from solrl.modes import advise_mode
 from solrl.objectives.base import open_objective
 from solrl.recorder import Recorder
+from solrl.restart import goes_on
 from solrl.rollout import (
     ScoreBoard,
     call_parts,
@@ -67,6 +68,7 @@ def pipeline(
     check_launcher(config)
     check_trackers(config.output.trackers)
     check_push(config.output.push_to)
+    resume = goes_on(config.output.dir, resume)
     check_folder(config.output.dir, resume)
     check_mode(config)
     with SignalStop() as stop, start(config.cpu_threads, config.deterministic) as world:

@@ -13,7 +13,7 @@ from typing import Self
 
 from torch import Tensor
 
-from solrl import ledger
+from solrl import ledger, restart
 from solrl.checkpoint import Checkpoint, RunFolder, newest_checkpoint
 from solrl.clock import Stopwatch
 from solrl.display import labelled, plan_lines
@@ -45,6 +45,7 @@ class Recorder:
             facts = environment(self.world.device, session.precision_line) | {"proof": session.proof}
             opener = RunFolder.resume if resume else RunFolder.create
             self._folder = opener(self.config.output.dir, self.config, facts)
+            restart.mark(self.config.output.dir)
         self.world.barrier()
         if resume:
             self._restore()

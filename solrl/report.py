@@ -28,6 +28,7 @@ from solrl.panels import (
     summary_of,
     verdict_section,
 )
+from solrl.report_roles import roles_section
 from solrl.settings import load_config
 from solrl.tracking import FILE, Row, read_metrics
 from solrl.types import SolrlError
@@ -39,6 +40,7 @@ FILES = {
     "config.toml": "every setting, resolved",
     "environment.json": "versions, hardware, explorer precision",
     FILE: "one line a step, all that is plotted here",
+    "decisions.jsonl": "every decision, shift and job; <code>solrl trace</code> makes a Perfetto trace of it",
     "ledger": "every candidate: prompt, seed, scores; <code>solrl replay</code> redraws any of them",
     "samples": "image grids on fixed seeds",
     "checkpoints": "for <code>--resume</code>: the last three and the best",
@@ -59,6 +61,7 @@ def write_report(run_dir: Path) -> Path:
         statistics_section(rows),
         fidelity_section(config, rows),
         _time(rows),
+        roles_section(run_dir),
         health_section(rows),
         _details(run_dir, environment),
     ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -29,6 +30,42 @@ def in_child(action: Callable[[], object]) -> Outcome:
 
 def in_children(size: int, action: Callable[[int], object]) -> list[Outcome]:
     """The same for ``size`` processes at once, given their rank, in the environment that a launcher makes."""
+    return [_wait(*child) for child in _start_ranks(size, action)]
+
+
+def in_gang(size: int, action: Callable[[int], object], *, max_restarts: int) -> int:
+    """``action`` on ``size`` processes, done at last; how often all of them were started again. As torchrun does it:
+    when one fails, the others get SIGTERM, and SIGKILL where that does not help."""
+    for restart in range(max_restarts + 1):
+
+        def as_rank(rank: int, restart: int = restart) -> object:
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)
+            return action(rank)
+
+        children = dict(_start_ranks(size, as_rank))
+        failed = False
+        while children and not failed:
+            time.sleep(0.05)
+            for child in list(children):
+                pid, status = os.waitpid(child, os.WNOHANG)
+                if pid:
+                    children.pop(child).close()
+                    failed |= status != 0
+        if not failed:
+            return restart
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for child in children:
+                os.kill(child, number)
+            end = time.monotonic() + 20
+            while children and time.monotonic() < end:
+                time.sleep(0.05)
+                for child in list(children):
+                    if os.waitpid(child, os.WNOHANG)[0]:
+                        children.pop(child).close()
+    raise AssertionError(f"still failing after {max_restarts} restarts")
+
+
+def _start_ranks(size: int, action: Callable[[int], object]) -> list[tuple[int, IO[str]]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -40,11 +77,10 @@ def in_children(size: int, action: Callable[[int], object]) -> list[Outcome]:
         )  # fmt: skip
         return action(rank)
 
-    children = [_start(lambda rank=rank: as_rank(rank)) for rank in range(size)]
-    return [_wait(*child) for child in children]
+    return [_start(lambda rank=rank: as_rank(rank)) for rank in range(size)]
 
 
-def _start(action: Callable[[], object]) -> tuple[int, int]:
+def _start(action: Callable[[], object]) -> tuple[int, IO[str]]:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -60,11 +96,11 @@ def _start(action: Callable[[], object]) -> tuple[int, int]:
         finally:
             os._exit(code)
     os.close(writer)
-    return child, reader
+    return child, os.fdopen(reader)
 
 
-def _wait(child: int, reader: int) -> Outcome:
-    with os.fdopen(reader) as pipe:
+def _wait(child: int, pipe: IO[str]) -> Outcome:
+    with pipe:
         message = pipe.read()
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), message
 

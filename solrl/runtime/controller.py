@@ -230,12 +230,12 @@ class Controller:
                 self.log({"event": "decision"} | decision.as_dict())
             return
         self._said = ""
-        self.log({"event": "decision"} | decision.as_dict())
         assert decision.plan.role != TRAIN
-        for place in decision.plan.up:
-            self._shift(self.healthy[place], decision.plan.role)
-        for role, place in decision.plan.other_up:
-            self._shift(self.healthy[place], role)
+        ups = [*((decision.plan.role, place) for place in decision.plan.up), *decision.plan.other_up]
+        orders = [(self.healthy[place], role) for role, place in ups]
+        self.log({"event": "decision", "orders": orders} | decision.as_dict())
+        for rank, role in orders:
+            self._shift(rank, role)
 
     def _shift(self, rank: int, role: Role) -> None:
         """Order a shift; a job that is running there is on its way back from now on."""
