@@ -40,6 +40,8 @@ CHANGEABLE = frozenset(
     {
         "train.num_steps",
         "train.early_stop",
+        "model.offload_encoders",
+        "prompts.cache_gb",
         "reward.max_missing_share",
         "evaluate.every_steps",
         "output.dir",

@@ -106,8 +106,7 @@ def evaluation_stage(config: Config) -> StageConfig:
 def encode_all(policy: Policy, prompts: list[str]) -> Conditioning:
     """The prompts encoded, ENCODED_AT_ONCE of them at a time."""
     parts = [policy.encode(prompts[i : i + ENCODED_AT_ONCE]) for i in range(0, len(prompts), ENCODED_AT_ONCE)]
-    columns = zip(*((part.embeds, part.pooled, part.mask) for part in parts), strict=True)
-    return Conditioning(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
+    return Conditioning.stack(parts)
 
 
 def prompt_means(score: Scores) -> Tensor:

@@ -132,6 +132,7 @@ class Shapes:
         dtype = next(p for p in policy.transformer.parameters() if not p.requires_grad).dtype
         nn.Module.to(policy.transformer, dtype)  # autocast computes adapters in it
         self.frozen = {name: _bytes(part) for name, part in policy.named_children() if name != "transformer"}
+        self.text_bytes = sum(size for name, size in self.frozen.items() if name.startswith("text_encoder"))
         self.text_flops = sum(
             2.0 * sum(p.numel() for p in part.parameters())
             for name, part in policy.named_children()
@@ -278,16 +279,15 @@ def lines(plan: Plan, changes: Mapping[str, Any] | None) -> list[str]:
 
 
 def _resident(config: Config, shapes: Shapes, precision: str, costs: Mapping[str, tuple[float, float]]) -> list[Part]:
-    trees, frozen = shapes.trees(precision), shapes.frozen
+    trees, text = shapes.trees(precision), shapes.text_bytes
     prompts = shapes.conditioning(config.prompts.per_step)
     tensors = [tensor for tensor in (prompts.embeds, prompts.pooled, prompts.mask) if tensor is not None]
-    text = sum(size for name, size in frozen.items() if name.startswith("text_encoder"))
     parts = [
         Part("transformer, frozen", trees.base),
         Part("rollout tree: merged weights of adapted layers", trees.rollout),
         Part(f"explorer: weights in {precision}", trees.explorer),
-        Part("text encoders", text),
-        Part("autoencoder", sum(frozen.values()) - text),
+        Part("text encoders", 0.0 if config.model.offload_encoders else text),
+        Part("autoencoder", sum(shapes.frozen.values()) - text),
         Part("adapters, optimizer, averages, gradients", shapes.num_trained * BYTES_PER_TRAINED),
         Part("encoded prompts of a step", sum(t.numel() * t.element_size() for t in tensors)),
         *(Part(f"reward {name}"[:LABEL], 4e9 * billions) for name, (billions, _) in costs.items()),
@@ -303,7 +303,9 @@ def _working(config: Config, shapes: Shapes, room: float) -> list[Part]:
     checkpointing = config.model.gradient_checkpointing
     training = batch.train * both * shapes.training_bytes(checkpointing) + shapes.num_trained * BYTES_PER_UPDATED
     with_checkpoints = ", checkpointed" if checkpointing else ""
+    encoding = [Part("encoding prompts: text encoders", shapes.text_bytes)] if config.model.offload_encoders else []
     return [
+        *encoding,
         Part(f"drawing {batch.rollout} samples", batch.rollout * both * shapes.drawing_bytes),
         Part(f"decoding {size} samples", size * one),
         Part(f"updating on {batch.train} samples{with_checkpoints}", training),
@@ -345,6 +347,8 @@ def _seconds(
 
 def _next_change(plan: Plan, config: Config) -> tuple[str, Any] | None:
     """The change that most likely helps the worst moment and costs least."""
+    if not config.model.offload_encoders:
+        return "model.offload_encoders", True
     batch = config.batch
     worst = max(plan.working, key=lambda part: part.bytes).what
     if sum(part.bytes for part in plan.resident) + RESERVED * plan.room < plan.room:

@@ -133,7 +133,7 @@ def _draw(
     prompts = step_prompts(session.train_prompts, config.seed, step, config.prompts.per_step)
     if prompts[entry.prompt_index] != entry.prompt:
         raise SolrlError(f"step {step} has other prompts now than in the ledger: restore {config.prompts.train}")
-    # all prompts of the step are encoded together, as they were then: the batch's shape decides the last bits
+    # all prompts of the step, as then: for a policy of the user's own the batch's shape may decide the last bits
     conditioning = session.policy.encode(prompts).rows([entry.prompt_index])
     parts = rollout(
         policy, conditioning, [entry.prompt], [[entry.seed]], stage, batch=config.batch,

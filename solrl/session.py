@@ -16,10 +16,12 @@ from solrl.clock import Stopwatch
 from solrl.compute import compile_, compile_mode, drawing, eagerly, repeated_blocks, use_cache_folder
 from solrl.config import Config, RegenerateConfig, StageConfig
 from solrl.distributed import World
+from solrl.encoding import EncodeAhead, Place
 from solrl.groups import Selection, candidate_seed
 from solrl.learner import Learner
 from solrl.models.base import load_policy, lora_state, quiet_loading
 from solrl.models.decoder import decode_slice, load_tiny_decoder, use_fast_layout_, with_decoder
+from solrl.models.encoders import rests_on_host
 from solrl.objectives.base import open_objective
 from solrl.prompts import load_prompt_lists
 from solrl.quant.backends import choose_backend, describe
@@ -65,6 +67,7 @@ class Session:
     precision_line: str
     proof: dict[str, Any]
     compile_mode: str
+    ahead: EncodeAhead
 
     def regions(self) -> list[nn.Module]:
         """What runs often enough to be compiled: the blocks of policy and trees, and the decoders."""
@@ -199,7 +202,8 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
     watched = {name: open_reward("evaluate.rewards", name, {}) for name in others}
     policy = load_policy(config, world.device)
     use_fast_layout_(policy.vae)
-    explore = config.explore
+    explore, mode = config.explore, compile_mode(config, world.device)
+    place: Place = "requantize" if rests_on_host(config.model, world.device) else "draw"
     trees = RolloutTrees(
         policy.transformer, backend, explore.quantize, is_dynamic=explore.activation_scale == "dynamic"
     )
@@ -222,7 +226,8 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
         precision=backend.precision,
         precision_line="",
         proof={},
-        compile_mode=compile_mode(config, world.device),
+        compile_mode=mode,
+        ahead=EncodeAhead(policy, place, compiles=mode != "off"),
     )
     session.sync()
     if backend.number_format:

@@ -65,19 +65,24 @@ def train(config: Config, *, resume: bool = False, on_step: Callable[[dict[str, 
 
 def run_step(session: Session, step: int, clock: Stopwatch, draw: DrawStages | None = None) -> StepRecord:
     """One round of explore, select, regenerate, update, requantize; ``draw`` does the first three in another way."""
-    config, policy = session.config, session.policy
+    config = session.config
     prompts = step_prompts(session.train_prompts, config.seed, step, config.prompts.per_step)
-    conditioning = policy.encode(prompts)
+    following = step_prompts(
+        session.train_prompts, config.seed, step + 1, config.prompts.per_step if step < config.train.num_steps else 0
+    )
+    with clock.phase("encode"):
+        conditioning = session.ahead.conditioning(prompts)
     seeds = group_seeds(config.seed, step, len(prompts), config.pool_size)
 
-    proxy, selection, rewards = (draw or draw_stages)(session, prompts, conditioning, seeds, clock)
-    audits = audit(session, step, selection, conditioning, prompts, seeds, clock)
+    with session.ahead.beside("draw", following, clock):
+        proxy, selection, rewards = (draw or draw_stages)(session, prompts, conditioning, seeds, clock)
+        audits = audit(session, step, selection, conditioning, prompts, seeds, clock)
     scales = session.audit_scales() if audits else {}
 
     with clock.phase("update"):
         kept_seeds, rows = selection.pick(seeds), conditioning.rows(selection.groups)
         metrics = update(session, rewards, kept_seeds, rows, lies_apart=draw is not None)
-    with clock.phase("requantize"):
+    with session.ahead.beside("requantize", following, clock), clock.phase("requantize"):
         synced = session.sync()
     session.recalibrate(step)
     return StepRecord(prompts, seeds, proxy, selection, rewards, audits, metrics, synced, scales)

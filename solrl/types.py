@@ -39,6 +39,12 @@ class Conditioning:
         picked = torch.as_tensor(index, device=self.embeds.device).long()
         return Conditioning(*(None if t is None else t[picked] for t in (self.embeds, self.pooled, self.mask)))  # type: ignore[arg-type]
 
+    @staticmethod
+    def stack(parts: Sequence[Conditioning]) -> Conditioning:
+        """The rows of all parts, one part after the other."""
+        columns = zip(*((part.embeds, part.pooled, part.mask) for part in parts), strict=True)
+        return Conditioning(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
+
     def to(self, device: torch.device) -> Conditioning:
         """The same rows on ``device``."""
         return Conditioning(*(None if t is None else t.to(device) for t in (self.embeds, self.pooled, self.mask)))  # type: ignore[arg-type]
@@ -60,7 +66,7 @@ class Policy(nn.Module, ABC):
 
     @abstractmethod
     def encode(self, prompts: Sequence[str]) -> Conditioning:
-        """Prompts -> conditioning, one row a prompt. No gradient."""
+        """Prompts -> conditioning, one row a prompt. No gradient. Called from another thread while this one draws."""
 
     @abstractmethod
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:

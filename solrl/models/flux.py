@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from diffusers import FluxPipeline
 from torch import Tensor
@@ -36,11 +34,10 @@ class FluxPolicy(DiffusersPolicy):
             return flux_sigmas(num_steps, self.latent_shape[0])
         return shifted_sigmas(num_steps, scheduler.shift)
 
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Conditioning:
-        """See Policy."""
+    def encode_alone(self, prompt: str) -> Conditioning:
+        """See DiffusersPolicy."""
         embeds, pooled, _ = self.pipeline.encode_prompt(
-            list(prompts), None, device=self.device, max_sequence_length=self.model.max_text_tokens
+            [prompt], None, device=self.device, max_sequence_length=self.model.max_text_tokens
         )
         return Conditioning(embeds, pooled)
 

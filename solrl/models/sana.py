@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from diffusers import SanaPipeline
 from torch import Tensor
@@ -31,11 +29,10 @@ class SanaPolicy(DiffusersPolicy):
         """Equal steps without a shift, whatever the folder's scheduler (Sol-RL's reference code)."""
         return sana_sigmas(num_steps)
 
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Conditioning:
-        """See Policy."""
+    def encode_alone(self, prompt: str) -> Conditioning:
+        """See DiffusersPolicy."""
         embeds, mask, _, _ = self.pipeline.encode_prompt(
-            list(prompts), do_classifier_free_guidance=False, device=self.device,
+            [prompt], do_classifier_free_guidance=False, device=self.device,
             max_sequence_length=self.model.max_text_tokens, complex_human_instruction=None,
         )  # fmt: skip
         return Conditioning(embeds, mask=mask)

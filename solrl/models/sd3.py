@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import Tensor
@@ -32,11 +30,10 @@ class SD3Policy(DiffusersPolicy):
         """The diffusers grid, shifted twice by the folder's scheduler."""
         return sd3_sigmas(num_steps, self.pipeline.scheduler.config.shift)
 
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Conditioning:
-        """See Policy. CLIP takes its own 77 tokens, ``model.max_text_tokens`` are T5's."""
+    def encode_alone(self, prompt: str) -> Conditioning:
+        """See DiffusersPolicy. CLIP takes its own 77 tokens, ``model.max_text_tokens`` are T5's."""
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
-            list(prompts), None, None, device=self.device, do_classifier_free_guidance=False,
+            [prompt], None, None, device=self.device, do_classifier_free_guidance=False,
             max_sequence_length=self.model.max_text_tokens,
         )  # fmt: skip
         return Conditioning(embeds, pooled)
