@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from solrl.clock import Stopwatch
-from solrl.encoding import EncodeAhead
+from solrl.encoding import EncodeAhead, Place
 from solrl.models import load_policy
 from solrl.models.base import DiffusersPolicy
 from solrl.models.encoders import SaidOnce, TextEncoders
@@ -101,26 +101,36 @@ def test_one_warning_says_that_prompts_are_cut(
     assert len(cut) == 2 and "CLIP" in cut[0] and "max_sequence_length" in cut[1], "one an encoder"
 
 
+def two_steps(place: Place | None, **sections: dict[str, Any]) -> tuple[Any, list[str]]:
+    """(what two small steps computed, the thread of every call of an encoder while they ran)."""
+    small = {
+        "reward": RED,
+        "explore": {"group_size": 4},
+        "regenerate": {"group_size": 2},
+        "train": {"num_steps": 2},
+        "output": {"audit_every_steps": 0},  # an audit's calibration batch is encoded, too
+    }
+    session = open_session(tiny_config(**(small | {"prompts": {"per_step": 2}} | sections)), ALONE, never)
+    session.ahead = EncodeAhead(session.policy, place)
+    threads: list[str] = []
+    assert isinstance(session.policy, DiffusersPolicy)
+    session.policy.pipeline.text_encoder.register_forward_hook(
+        lambda *_: threads.append(threading.current_thread().name.partition("_")[0])
+    )
+    records = [run_step(session, step, stopwatch()) for step in (1, 2)]
+    state = {name: tensor.tolist() for name, tensor in session.state_dict().items()}
+    return (state, [record.metrics for record in records], records[1].rewards.values.tolist()), threads
+
+
 @pytest.mark.slow
 def test_the_next_steps_prompts_are_encoded_by_a_thread_while_a_step_runs_and_nothing_else_changes() -> None:
-    found = []
-    for place in (None, "draw", "requantize"):
-        session = open_session(tiny_config(reward=RED, train={"num_steps": 2}), ALONE, never)
-        session.ahead = EncodeAhead(session.policy, place)
-        threads: list[str] = []
-        assert isinstance(session.policy, DiffusersPolicy)
-        encoder = session.policy.pipeline.text_encoder
-        encoder.register_forward_hook(
-            lambda *_, threads=threads: threads.append(threading.current_thread().name.partition("_")[0])
-        )
-        records = [run_step(session, step, stopwatch()) for step in (1, 2)]
-        other = "MainThread" if place is None else "encode"
-        assert threads == ["MainThread"] * 3 + [other] * 3, "the last step encodes nothing ahead"
-        found.append((session.state_dict(), [record.metrics for record in records], records[1].rewards.values))
+    plain, threads = two_steps(None)
+    assert threads == ["MainThread"] * 4
+    for place in ("draw", "requantize"):
+        found, threads = two_steps(place)
+        assert threads == ["MainThread"] * 2 + ["encode"] * 2, "the last step encodes nothing ahead"
+        assert found == plain
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("encode")]
-    for state, metrics, rewards in found[1:]:
-        assert metrics == found[0][1] and torch.equal(rewards, found[0][2])
-        assert all(torch.equal(tensor, found[0][0][name]) for name, tensor in state.items())
 
 
 class Slow(nn.Module):

@@ -18,12 +18,11 @@ from solrl.errors import UsageError
 from solrl.models import load_policy
 from solrl.models.base import DiffusersPolicy
 from solrl.prompt_cache import NAME, PromptCache
-from solrl.train import train
 from solrl.types import Conditioning, Policy
 from tests.children import in_children
 from tests.families import FAMILIES, family_config, save_random_pipeline
 from tests.parts import CPU, tiny_config
-from tests.test_encoding import RED, assert_equal
+from tests.test_encoding import assert_equal, two_steps
 
 PROMPTS = ["a red circle left of a blue square", "a green cross above", "a blue square"]
 
@@ -220,22 +219,15 @@ def test_a_policy_that_encodes_in_its_own_way_has_no_cache() -> None:
         load_policy(config, CPU)
 
 
-def results(folder: Path) -> tuple[list[dict[str, float]], bytes]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timeless = [{k: v for k, v in one.items() if not k.startswith("time/")} for one in rows]
-    return timeless, (folder / "checkpoints" / "step_000002" / "state.safetensors").read_bytes()
-
-
 @pytest.mark.slow
-def test_a_run_is_the_same_with_a_cold_a_warm_and_no_cache(tmp_path: Path, cache: Path) -> None:
-    for name, prompts in {"off": {}, "cold": {"cache_gb": 1}, "warm": {"cache_gb": 1}}.items():
-        model = {**tiny_config().model.model_dump(), "cfg_scale": 2.0}
-        config = tiny_config(
-            tmp_path / name, reward=RED, train={"num_steps": 2}, prompts={"per_step": 2, **prompts}, model=model
-        )
-        train(config)
-        written = {path.name: path.stat().st_ino for path in files(cache)} if cache.exists() else {}
-        if name == "cold":
-            before = written
-    assert results(tmp_path / "off") == results(tmp_path / "cold") == results(tmp_path / "warm")
-    assert written == before and len(written) == 4 + 2 + 1, "the steps' prompts, held-out ones, and no prompt"
+def test_steps_are_the_same_with_a_cold_a_warm_and_no_cache(cache: Path) -> None:
+    model = {**tiny_config().model.model_dump(), "cfg_scale": 2.0}
+    plain, calls_plain = two_steps("draw", model=model)
+    assert not cache.exists()
+    cold, calls_cold = two_steps("draw", model=model, prompts={"per_step": 2, "cache_gb": 1})
+    written = {path.name: path.stat().st_ino for path in files(cache)}
+    warm, calls_warm = two_steps("draw", model=model, prompts={"per_step": 2, "cache_gb": 1})
+    assert plain == cold == warm
+    assert {path.name: path.stat().st_ino for path in files(cache)} == written
+    assert len(written) == 4 + 1, "the steps' prompts, and no prompt"
+    assert (len(calls_plain), len(calls_cold), len(calls_warm)) == (4, 4, 0)
