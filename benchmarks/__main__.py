@@ -29,6 +29,7 @@ BENCHMARKS = {
     "planner_time": "seconds of a plan for 16 to 1,024 GPUs beside PivotRL's Table 2",
     "store_bandwidth": "GB/s of the parameter store beside memcpy in one run; the time of a cached transfer plan",
     "faults": "a run under kill -9, exceptions, full mailboxes, damaged checkpoints beside the same run left alone",
+    "shift_cost": "seconds of a shift by part and role on this CPU, beside PivotRL's Figures 12 and 13",
     "headroom": "SIMULATED: share of time below 20 % of a stage's peak beside PivotRL's Figure 3",
     "horizon": "SIMULATED: throughput and shifts over the planner's horizon beside PivotRL's Figure 14",
     "migration": "SIMULATED: what moving a job costs beside PivotRL's Table 3",

@@ -17,7 +17,7 @@ MOST_STEPS, MOST_SPANS = 4, 1200
 MOST_DECISIONS = 40
 """Of the table: the last ones."""
 COLORS = {
-    "explore": 1, "regenerate": 7, "score": 2, "update": 4, "requantize": 5, "audit": 8, "shift": 6, "train": 4,
+    "explore": 1, "score": 2, "regenerate": 3, "shift": 4, "update": 5, "requantize": 6, "audit": 7, "train": 5,
     "idle": 8,
 }  # fmt: skip
 """Of the page's colours; a role's are those of its work."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.faults import compare, launch
+from benchmarks.faults import Verdict, compare, launch, report
 from benchmarks.faulty_train import DEADLY, KINDS, Faults, damage, install, suffered, write_faults
+from solrl import ledger
 from solrl.errors import UsageError
 from solrl.restart import goes_on, mark
 from solrl.timeline import read_steps
@@ -57,6 +59,13 @@ def test_under_random_faults_no_candidate_is_lost_or_counted_twice(
     assert [step.num_done("explore", "regenerate") for step in steps] == [JOBS_A_STEP // 2] * NUM_STEPS
     assert restarts >= found.restarts >= 3 and found.damaged == 1 and found.rolled_back >= 1
 
+    path = ledger.ledger_path(disturbed, 3)  # and it would have been seen
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]))
+    assert compare(alone, disturbed, NUM_STEPS, faults).different_candidates == 1
+    path.write_text("".join([*lines, lines[0]]))
+    assert not compare(alone, disturbed, NUM_STEPS, faults).is_equal
+
 
 @pytest.mark.slow
 def test_under_accelerate_a_killed_gang_starts_again_and_goes_on_by_itself(tmp_path: Path) -> None:
@@ -95,6 +104,18 @@ def test_only_what_this_launcher_began_goes_on_by_itself(tmp_path: Path, monkeyp
 
 
 # The faults themselves
+
+
+def test_the_report_says_whether_the_runs_are_equal_and_how_often_each_fault_struck() -> None:
+    equal = Verdict(
+        candidates=300, different_candidates=0, tensors=40, different_tensors=0, jobs=320, struck={"slow": 3},
+        restarts=2, damaged=1, rolled_back=4, quarantined=0,
+    )  # fmt: skip
+    text = report(equal, 320, 10, 3, 7, {"undisturbed": 10.0, "disturbed": 60.0})
+    assert "320 jobs in 10 steps on 3 processes, seed 7" in text and "verdict: EQUAL" in text
+    assert "300 of 300 candidates, 40 of 40 tensors" in text and "restarts of all processes 2" in text
+    for change in ({"different_candidates": 1}, {"different_tensors": 1}, {"candidates": 0}):
+        assert "verdict: DIFFERENT" in report(replace(equal, **change), 1, 1, 1, 1, {"undisturbed": 1, "disturbed": 1})
 
 
 def test_a_fault_strikes_once_and_not_before_it_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
