@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 from benchmarks.alignment.study import Cell, Results, interpolate
 from benchmarks.alignment.tables import TABLES, Equal, Table
@@ -25,6 +26,9 @@ CLOCKS = {
     "compute": "after as many velocity evaluations (a backward pass counts as two)",
     "gpu": "after as much GPU time, MODELLED by solrl plan, not measured",
 }
+
+DRAWN = ("nft", "sol_rl", "awm", "flow_grpo", "dance_grpo", "naive", "naive_quantized", "explore_nvfp4")
+COLORS = {arm: f"C{number}" for number, arm in enumerate(DRAWN)}
 
 
 class Report:
@@ -173,9 +177,9 @@ class Report:
         reward = self.study.rewards[0]
         figure, axes = pyplot().subplots(2, 2, figsize=(11, 7.5), layout="constrained")
         panels: list[tuple[Equal, str, tuple[str, ...]]] = [
-            ("compute", "velocity evaluations", ("nft", "sol_rl", "awm", "flow_grpo", "dance_grpo")),
+            ("compute", "velocity evaluations", DRAWN[:5]),
             ("gpu", f"seconds of one {self.gpu.name}, MODELLED", ("nft", "explore_nvfp4")),
-            ("steps", "optimizer steps", ("naive", "naive_quantized", "explore_nvfp4", "sol_rl")),
+            ("steps", "optimizer steps", (*DRAWN[5:], "sol_rl")),
         ]
         for axis, (equal, label, arms) in zip(axes.flat, panels, strict=False):
             for arm in arms:
@@ -186,7 +190,7 @@ class Report:
             if (reward, arm) in self.study.arms:
                 for cell in self.results.seeds(reward, arm).values():
                     axes[1, 1].plot(cell.wall_s, [mean for _, mean, _ in cell.curves[reward]], alpha=0.6,
-                                    color="C0" if arm == "nft" else "C1")  # fmt: skip
+                                    color=COLORS[arm])  # fmt: skip
         axes[1, 1].set_xlabel("seconds as recorded, every seed (nft blue, sol_rl orange)")
         for axis in axes.flat:
             axis.set_ylabel(f"held-out {reward}")
@@ -239,11 +243,12 @@ def _label(made: Table) -> str:
     return next((row.label for row in made.rows if row.arm == made.against), made.against)
 
 
-def _curve(axis: object, arm: str, cells: dict[int, Cell], cost: float, reward: str) -> None:
+def _curve(axis: Any, arm: str, cells: dict[int, Cell], cost: float, reward: str) -> None:
     """The mean over seeds, with their range."""
     curves = [[(step, mean) for step, mean, _ in cell.curves[reward]] for cell in cells.values()]
     steps = [step for step, _ in curves[0]]
     values = [[interpolate(curve, step) for curve in curves] for step in steps]
     xs = [step * cost for step in steps]
-    axis.plot(xs, [fmean(v) for v in values], marker="o", label=f"{arm} ({len(curves)} seeds)")  # type: ignore[attr-defined]
-    axis.fill_between(xs, [min(v) for v in values], [max(v) for v in values], alpha=0.15)  # type: ignore[attr-defined]
+    color, label = COLORS[arm], f"{arm} ({len(curves)} seeds)"
+    axis.plot(xs, [fmean(v) for v in values], marker="o", color=color, label=label)
+    axis.fill_between(xs, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.15)
