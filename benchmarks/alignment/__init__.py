@@ -54,12 +54,13 @@ def main(words: Sequence[str]) -> int:
     results = Results(study, chosen.json or chosen.folder / f"{NAME}.json")
     for folder in chosen.others:
         results.add_folder(folder)
+    if chosen.others:
+        write_json(results.file, results.payload())
     report = Report(results, find_gpu(chosen.gpu), _command(words))
     if not chosen.no_train:
         train(study, results, report, chosen.workers, chosen.hours, chosen.launch)
     write(results, report)
     print(report.text())
-    print(report.prices())
     return 0
 
 

@@ -47,7 +47,7 @@ class Report:
             *known,
             f"in brackets: {LEVEL:.0%} interval over seeds, of differences seed by seed; *: without zero",
         ]
-        sections = ["\n".join(f"    {line}" for line in parts)]
+        sections = [_indented("\n".join(parts))]
         for key, reward in study.parts():
             made = TABLES[key]
             named = f"{made.title} ({reward})" if reward != study.rewards[0] else made.title
@@ -57,7 +57,8 @@ class Report:
             lines = [f"{self.command} --tables {key}", "", *body.splitlines()]
             if made.note:
                 lines += ["", made.note]
-            sections += [f"### {named}", "\n".join(f"    {line}".rstrip() for line in lines)]
+            sections += [f"### {named}", _indented("\n".join(lines))]
+        sections += ["### What a velocity evaluation took", _indented(self.prices())]
         return "\n\n".join(sections) + "\n"
 
     def compared(self, made: Table, reward: str) -> str:
@@ -233,6 +234,10 @@ def _reaches(curve: Sequence[tuple[float, float]], goal: float) -> float | None:
         if low < goal <= high:
             return left + (right - left) * (goal - low) / (high - low)
     return None
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
 
 
 def _within(mean: float, half: float, form: str = ".2f") -> str:
