@@ -35,7 +35,7 @@ ORDER: tuple[Role, ...] = ("explore", "score", "explore", "train", "score", "tra
 KINDS: Sequence[tuple[str, Kind]] = (("*.lora_*", "offloadable"), ("state.*", "offloadable"), ("*", "parameters"))
 SET = "parameters"
 PAPER = """\
-paper (read off Figure 12, H20 GPUs): inference up 1 s (Qwen2.5-1.5B) to 9 s (Qwen3.5-122B-A10B), down below 2 s;
+paper (section 8.5 and Figure 12, H20 GPUs): inference up 1 s (Qwen2.5-1.5B) to 9 s (Qwen3.5-122B-A10B), down below 2 s;
 training up 2 to 8.5 s, down below 6 s. Figure 13: a modest increase from 16 to 128 GPUs."""
 
 Samples: TypeAlias = dict[tuple[str, str], list[tuple[float, float]]]
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     known, found, sizes = facts(), dict[int, Samples](), {role: mebibytes(held) for role, held in roles.items()}
     with make_store(roles) as store:
         for count in args.processes:
-            found[count] = together(count, lambda: measure(session, roles, store, args.cycles))
+            found[count] = together(count, partial(measure, session, roles, store.address, args.cycles))
     print(report(found, sizes, args.cycles))
     print(hardware(known))
     write_json(args.json, {
@@ -101,8 +101,9 @@ def make_store(roles: Mapping[Role, Mapping[str, Tensor]]) -> Store:
     return store
 
 
-def measure(session: Session, roles: Mapping[Role, dict[str, Tensor]], store: Store, cycles: int) -> Samples:
-    """Seconds of every part of every shift, the first cycle left out."""
+def measure(session: Session, roles: Mapping[Role, dict[str, Tensor]], address: str, cycles: int) -> Samples:
+    """Seconds of every part of every shift, the first cycle left out; ``address`` is the parameter store's."""
+    store = Store.attach(address)
 
     def context(role: Role) -> Context:
         def read(name: str, out: Tensor) -> None:
