@@ -88,6 +88,16 @@ def test_every_arm_of_every_table_is_a_valid_run_on_the_shipped_configs(tmp_path
             assert step_evaluations(config) > 0  # opens the objective, which checks its settings
 
 
+def test_settings_of_the_command_change_every_arm_but_not_what_an_arm_is(tmp_path: Path) -> None:
+    given = {"explore.group_size": 12, "explore.precision": "full", "prompts.per_step": 2}
+    arms = Study(tmp_path, "tiny_flux", tuple(TABLES), ("shapes",), 1, given).arms
+    assert {config.prompts.per_step for config in arms.values()} == {2}
+    assert arms["shapes", "sol_rl"].explore.group_size == 12 and arms["shapes", "pool_48"].explore.group_size == 48
+    emulated = {arm for (_, arm), config in arms.items() if config.explore.precision == "emulated_nvfp4"}
+    assert emulated == {"naive_quantized", "explore_nvfp4"}
+    assert arms["shapes", "naive"].explore.num_steps == arms["shapes", "naive"].regenerate.num_steps
+
+
 def test_arms_at_equal_compute_get_as_many_evaluations_as_two_stages(tmp_path: Path) -> None:
     arms = study(tmp_path, "1", "objectives").arms
     whole = {arm: config.train.num_steps * step_evaluations(config) for (_, arm), config in arms.items()}

@@ -114,10 +114,11 @@ class Study:
         steps = {"explore.num_steps": base.regenerate.num_steps, "explore.solver": base.regenerate.solver}
         given = {
             **(TINY if tiny else {}),
-            **(steps if method.explores_in_full else {}),
-            **method.settings,
             **(method.tiny if tiny else {}),
             **self.overrides,
+            **(steps if method.explores_in_full else {}),
+            **method.settings,
+            **({"explore.precision": "emulated_nvfp4"} if tiny and method.is_emulated else {}),
             "reward.name": reward,
             "evaluate.rewards": [name for name in watched if name != reward],
         }

@@ -26,14 +26,18 @@ TINY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Method:
-    """An arm: settings over the config's, and over those what an embedded model needs."""
+    """An arm."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
+    """What makes it: over the config's and the command's settings."""
     tiny: Mapping[str, Any] = field(default_factory=dict)
+    """What it needs to learn on an embedded model; the command's settings win."""
     equal: Literal["steps", "compute"] = "steps"
     """Trained for as many steps as the two-stage arm, or for as much compute."""
     explores_in_full: bool = False
     """Whether its explorer draws with the regeneration's steps and solver."""
+    is_emulated: bool = False
+    """Whether its explorer is emulated NVFP4 on an embedded model."""
 
 
 ALONE = {"explore.enabled": False}
@@ -41,7 +45,6 @@ GRPO = ALONE | {"regenerate.solver": "euler"}
 TINY_GRPO = {
     "prompts.per_step": 8, "train.timestep_fraction": 0.5, "train.learning_rate": 5e-4, "train.kl_weight": 0.0,
 }  # fmt: skip
-QUANTIZED = {"explore.precision": "emulated_nvfp4"}
 
 METHODS: dict[str, Method] = {
     "sol_rl": Method(),
@@ -67,12 +70,12 @@ METHODS: dict[str, Method] = {
         equal="compute",
     ),
     "naive": Method({"regenerate.enabled": False, "explore.precision": "full"}, explores_in_full=True),
-    "naive_quantized": Method({"regenerate.enabled": False}, QUANTIZED, explores_in_full=True),
+    "naive_quantized": Method({"regenerate.enabled": False}, explores_in_full=True, is_emulated=True),
     **{f"steps_{steps}": Method({"explore.num_steps": steps}) for steps in (2, 4, 6, 8)},
     **{f"pool_{size}": Method({"explore.group_size": size}) for size in (24, 48, 72, 96)},
     **{rule: Method({"regenerate.selection": rule}) for rule in ("extremes", "middle")},
     "explore_full": Method({"explore.precision": "full"}),
-    "explore_nvfp4": Method({"explore.precision": "nvfp4"}, QUANTIZED),
+    "explore_nvfp4": Method({"explore.precision": "nvfp4"}, is_emulated=True),
     "explore_fp8": Method({"explore.precision": "fp8"}),
 }  # fmt: skip
 
