@@ -22,7 +22,8 @@ from solrl.config import Config
 from solrl.distributed import World, start
 from solrl.errors import SolrlError, UsageError
 from solrl.evaluate import HeldOut
-from solrl.session import Session, open_reward, open_session
+from solrl.scorer import open_reward
+from solrl.session import Session, open_session
 from solrl.settings import load_config
 from solrl.types import Policy
 

@@ -50,6 +50,8 @@ CHANGEABLE = frozenset(
         "output.trackers",
         "output.push_to",
         "runtime.mode",
+        "reward.process",
+        "reward.process_gpus",
         "runtime.score_processes",
         "runtime.lost_after_s",
         "runtime.job_timeout_s",

@@ -313,7 +313,7 @@ def _reward_server(words: list[str]) -> None:
     from solrl_rewards.server import RewardServer
 
     from solrl.models.base import quiet_loading
-    from solrl.session import open_reward
+    from solrl.scorer import open_reward
 
     quiet_loading()
     reward = open_reward("reward.name", config.reward.name, config.reward.options)

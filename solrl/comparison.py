@@ -33,7 +33,7 @@ from solrl.models.decoder import use_fast_layout_
 from solrl.prompts import load_prompts
 from solrl.quant.backends import FULL
 from solrl.quant.trees import RolloutTrees
-from solrl.session import open_reward
+from solrl.scorer import open_reward
 from solrl.settings import load_config
 from solrl.signals import SignalStop
 from solrl.trust import require_trust

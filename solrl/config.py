@@ -90,6 +90,14 @@ class RewardConfig(Section):
     """A reward of solrl_rewards, or a dotted path `package.module:Class`."""
     options: dict[str, Any] = {}
     """Keyword arguments of the reward."""
+    process: Literal["off", "resident", "shifting"] = "off"
+    """Whether it runs in a child process of each process, with memory of its own; if it dies the run says so.
+
+    resident: for the whole run. shifting: it is started when its process begins to score and ended when that goes on to
+    something else, so that its memory is free meanwhile; only in the other runtime modes than colocated.
+    """
+    process_gpus: int = Field(0, ge=0)
+    """GPUs of each such child, behind those of the run's processes; 0: it shares the one of its parent."""
     max_missing_share: float = Field(0.1, ge=0, le=1)
     """The run stops when more than this share of a step's scores is missing."""
 
@@ -280,6 +288,12 @@ class RuntimeConfig(Section):
     shiftable: processes move between drawing and scoring as the work asks for it (PivotRL). auto: measure a step,
     simulate the modes, take the fastest and say by how much it is expected to win; often that is colocated.
     """
+    staleness: Literal[0, 1, 2] = 0
+    """Samples are drawn from old_policy as it was so many steps ago, so that drawing overlaps with the updates.
+
+    The step, not the clock, decides which version draws: results differ from those of staleness 0, but not between
+    modes or numbers of processes. Objectives compare with the version that drew. colocated gains no time by it.
+    """
     score_processes: int = Field(1, gt=0)
     """Processes that only score, with async_score."""
     lost_after_s: float = Field(60.0, gt=1)
@@ -350,6 +364,12 @@ class Config(Section):
         if self.batch.decode and self.batch.rollout % min(self.batch.decode, self.batch.rollout):
             raise ValueError(f"batch.decode ({self.batch.decode}) must divide batch.rollout ({self.batch.rollout})")
         self._decoder_and_compile()
+        if self.reward.process == "shifting" and self.runtime.mode == "colocated":
+            raise ValueError("reward.process = shifting needs a runtime.mode in which roles shift: set it to resident")
+        if self.reward.process_gpus and self.reward.process == "off":
+            raise ValueError("reward.process_gpus needs a reward.process")
+        if self.runtime.staleness and self.explore.recalibrate_every_steps:
+            raise ValueError("explore.recalibrate_every_steps and runtime.staleness exclude each other: set one to 0")
         if self.num_train_timesteps < 1:
             raise ValueError(
                 f"train.timestep_fraction ({self.train.timestep_fraction}) of {self.train_stage.num_steps} steps "
@@ -377,6 +397,11 @@ class Config(Section):
     def train_stage(self) -> StageConfig:
         """The stage whose samples are trained on."""
         return self.regenerate if self.regenerate.enabled else self.explore
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the policy that draws is the policy at every update, and so needs no forward pass of its own."""
+        return self.train.is_on_policy and not self.runtime.staleness
 
     @property
     def num_train_timesteps(self) -> int:

@@ -190,7 +190,7 @@ def plan_lines(config: Config, *, device: str, world_size: int, policy: str, exp
     samples = config.prompts.per_step * config.regenerate.group_size
     objective = open_objective(config)
     needs_reference = train.kl_weight > 0 or objective.needs_reference
-    batches, passes = -(-samples // config.batch.train), 1 + (not train.is_on_policy) + needs_reference
+    batches, passes = -(-samples // config.batch.train), 1 + (not config.is_on_policy) + needs_reference
     facts = {
         "run": f"{config.output.dir}, seed {config.seed}, {count(train.num_steps, 'step')}",
         "device": f"{device}, {count(world_size, 'process', 'processes')}",
@@ -209,6 +209,7 @@ def plan_lines(config: Config, *, device: str, world_size: int, policy: str, exp
         f"{samples * config.num_train_timesteps} pairs, {passes} forward and 1 backward pass each; "
         f"{count(batches, 'micro-batch', 'micro-batches')} of "
         f"{config.batch.train}{_padding(samples, batches * config.batch.train)}, 1 optimizer step"
+        + (f"; samples are {count(config.runtime.staleness, 'step')} old" if config.runtime.staleness else "")
     )
     facts["evaluate"] = _evaluation(config)
     return [line for name, text in facts.items() for line in labelled(name, text)]

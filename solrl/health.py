@@ -46,6 +46,7 @@ MEANINGS = {
     "health/clip_fraction": "share of trained timesteps whose ratio is clipped",
     "health/rollout_log_ratio": "log-likelihood of a step under old_policy and under the merged weights: rounding",
     "health/preference": "share of trained timesteps at which the policy prefers the better of a pair",
+    "health/policy_lag": "optimizer steps between the old_policy that drew the samples and the update on them",
     "health/policy_change": "largest change of an adapter weight in the step",
     "health/synced_bytes": "bytes of explorer and rollout weights changed by the sync",
     "health/clipped_blocks": "share of the explorer's input blocks above their static scale (audit steps)",

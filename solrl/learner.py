@@ -4,6 +4,9 @@ The loss is a sum over (sample, timestep) pairs divided by their global number. 
 64-bit fixed-point sum, so the total has the same bits however micro-batches are spread over processes, and a rank
 without any still joins the one reduction of the step. There is no DDP wrapper. Adapter weights are float32 masters;
 compute runs in the policy's dtype inside ``compute.updating``.
+
+old_policy is always the policy that drew the samples at hand. With ``runtime.staleness`` that is an earlier version, so
+its average runs ahead of it, in ``newer_old``, and each version becomes old_policy when its samples' turn comes.
 """
 
 from __future__ import annotations
@@ -54,6 +57,10 @@ class Learner:
         self.layers = list(lora_state(policy.transformer, "default"))
         self.parameters = lora_parameters(policy.transformer, "default")
         self.old_parameters = lora_parameters(policy.transformer, "old")
+        self.newer_old = [[p.detach().clone() for p in self.old_parameters] for _ in range(config.runtime.staleness)]
+        """old_policy's later versions, which drew or draw the samples of later steps; oldest first."""
+        self.old_versions = [0] * (1 + len(self.newer_old))
+        """Optimizer steps done when old_policy and each of ``newer_old`` was the newest."""
         self.ema_parameters = [p.detach().clone() for p in self.parameters]
         train = config.train
         self.optimizer = torch.optim.AdamW(
@@ -70,22 +77,38 @@ class Learner:
     @property
     def ema(self) -> dict[str, LoraPair]:
         """The averaged adapter, for evaluation and export; never for rollouts."""
-        scale = self.config.lora.alpha / self.config.lora.rank
-        pairs = zip(self.ema_parameters[::2], self.ema_parameters[1::2], strict=True)
-        return {name: LoraPair(a, b, scale) for name, (a, b) in zip(self.layers, pairs, strict=True)}
+        return self._pairs(self.ema_parameters)
 
     def update(self, data: TrainingSet, world: World, stop: Callable[[], None]) -> dict[str, float]:
         """Take one optimizer step on ``data`` and advance old_policy and EMA; the metrics are equal on all ranks."""
-        size = self.config.batch.train
-        num_batches = -(-len(data.seeds) // size)
-        num_sums = NUM_SUMS + len(self.objective.metrics)
-        total = OrderFreeSum(sum(p.numel() for p in self.parameters) + num_sums, num_batches, world.device)
-        for number in range(num_batches):
-            if (number * size) // self.config.batch.rollout % world.size == world.rank:
+        total = self.begin(data)
+        for number in range(self.num_batches(data)):
+            if (number * self.config.batch.train) // self.config.batch.rollout % world.size == world.rank:
                 stop()
-                losses = self._accumulate(data, range(number * size, min((number + 1) * size, len(data.seeds))))
-                total.add([*(p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters), losses])
-                self.optimizer.zero_grad()
+                self.add(total, data, number)
+        return self.finish(total, world)
+
+    def num_batches(self, data: TrainingSet) -> int:
+        """Training micro-batches of ``data``."""
+        return -(-len(data.seeds) // self.config.batch.train)
+
+    def begin(self, data: TrainingSet) -> OrderFreeSum:
+        """Where this rank sums up the gradients of its share of ``data``."""
+        numel = sum(p.numel() for p in self.parameters) + NUM_SUMS + len(self.objective.metrics)
+        return OrderFreeSum(numel, self.num_batches(data), self.policy.device)
+
+    def add(self, total: OrderFreeSum, data: TrainingSet, number: int) -> None:
+        """``total`` holds micro-batch ``number`` too; as it was if that fails."""
+        first = number * self.config.batch.train
+        try:
+            losses = self._accumulate(data, range(first, min(first + self.config.batch.train, len(data.seeds))))
+            total.add([*(p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters), losses])
+        finally:
+            self.optimizer.zero_grad()
+
+    def finish(self, total: OrderFreeSum, world: World) -> dict[str, float]:
+        """The optimizer step on the sum over all ranks; the metrics, equal on all of them."""
+        num_sums = NUM_SUMS + len(self.objective.metrics)
         summed = total.result(world)
         gradient = summed[:-num_sums].float()
         policy_loss, kl, old_distance, old_error, *own = summed[-num_sums:].tolist()
@@ -159,7 +182,7 @@ class Learner:
             with drawing(self.merged_old):
                 old = velocities(self.merged_old)
         with updating(policy, gradient=False):
-            if not (self.merged_old or self.config.train.is_on_policy):
+            if not (self.merged_old or self.config.is_on_policy):
                 with adapter(transformer, "old"):
                     old = velocities(policy)
             if self.config.train.kl_weight > 0 or self.objective.needs_reference:
@@ -176,9 +199,33 @@ class Learner:
     def _average(self) -> None:
         train = self.config.train
         decay = min(train.old_decay_rate * self.step, train.old_decay_cap)
-        torch._foreach_lerp_(self.old_parameters, self.parameters, 1 - decay)
+        newest = self.age_old_()
+        torch._foreach_lerp_(newest, self.parameters, 1 - decay)
+        self.old_versions[-1] = self.step
         decay = min((1 + self.step) / (10 + self.step), train.ema_decay)
         torch._foreach_lerp_(self.ema_parameters, self.parameters, 1 - decay)
+
+    @torch.no_grad()
+    def age_old_(self) -> list[Tensor]:
+        """With staleness: old_policy is the next of its versions, the newest stands twice. Returns the newest one."""
+        if not self.newer_old:
+            return self.old_parameters
+        torch._foreach_copy_(self.old_parameters, self.newer_old[0])
+        for to, source in zip(self.newer_old, self.newer_old[1:], strict=False):
+            torch._foreach_copy_(to, source)
+        self.old_versions = [*self.old_versions[1:], self.old_versions[-1]]
+        return self.newer_old[-1]
+
+    def old_adapters(self, ahead: int) -> dict[str, LoraPair]:
+        """What draws the samples of the step ``ahead`` steps after the next update's; 0: of that one (old_policy)."""
+        if ahead == 0:
+            return lora_state(self.policy.transformer, "old")
+        return self._pairs(self.newer_old[ahead - 1])
+
+    def _pairs(self, parameters: list[Tensor]) -> dict[str, LoraPair]:
+        scale = self.config.lora.alpha / self.config.lora.rank
+        pairs = zip(parameters[::2], parameters[1::2], strict=True)
+        return {name: LoraPair(a, b, scale) for name, (a, b) in zip(self.layers, pairs, strict=True)}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything an exact resume needs, by flat name: policy, old, ema, Adam moments, the step."""
@@ -193,7 +240,8 @@ class Learner:
                 f"adam_mean/{name}": moments["exp_avg"],
                 f"adam_square/{name}": moments["exp_avg_sq"],
             }
-        return state
+            state |= {f"newer_old/{age}/{name}": version[i] for age, version in enumerate(self.newer_old)}
+        return state | ({"old_versions": torch.tensor(self.old_versions)} if self.newer_old else {})
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -203,6 +251,7 @@ class Learner:
         if different:
             raise SolrlError(f"the checkpoint does not fit this model: {different[0]} (and {len(different) - 1} more)")
         self.step = int(state["step"])
+        self.old_versions = state["old_versions"].tolist() if self.newer_old else [self.step]
         for name, tensor in mine.items():
             tensor.copy_(state[name])
         for parameter in self.parameters:

@@ -62,7 +62,11 @@ def measured_setting(config: Config, seconds: dict[str, float], num_processes: i
                 "gpus": num_processes,
                 "gpu_s_per_job": seconds.get("update", 0.0) * num_processes / (groups * last),
             },
-            "batch": {"num_batches": 1, "num_groups": groups},
+            "batch": {
+                "num_batches": 4 if config.runtime.staleness else 1,  # only several can overlap
+                "num_groups": groups,
+                "staleness": config.runtime.staleness,
+            },
             "passes": passes,
             "planner": {"shift_s": shift_s, "pause_s": PAUSE * shift_s, "unit": "job", "period_s": 10 * shift_s},
         }

@@ -5,7 +5,8 @@ their images jobs of role score, and a group is selected and redrawn as soon as 
 job can be given back between two denoising steps and goes on elsewhere. Micro-batches have the same members and the
 same shape as in train.py, so every mode gives the same samples, the same kept seeds and the same weights, bit for bit.
 
-No collective runs while jobs do. The update is lockstep over all processes, as in train.py.
+No collective runs while jobs do. The update is lockstep over all processes, as in train.py; with staleness its
+micro-batches are jobs, too (overlap.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,41 +25,43 @@ from torch import Tensor
 from solrl.checkpoint import check_folder
 from solrl.clock import Stopwatch
 from solrl.compute import drawing
-from solrl.config import Config, StageConfig
+from solrl.config import Config
 from solrl.decisions import DecisionLog, LoggedStopwatch
 from solrl.distributed import start
-from solrl.groups import restrict, select_contrastive
+from solrl.groups import restrict
 from solrl.hub import check_push, push_run
+from solrl.jobs import Stage, StepDraw, StepJobs, stage_of
 from solrl.launch import check_launcher
 from solrl.modes import advise_mode
 from solrl.objectives.base import open_objective
+from solrl.overlap import Overlap
 from solrl.recorder import Recorder
 from solrl.restart import goes_on
 from solrl.rollout import (
-    ScoreBoard,
     call_parts,
     decode,
     padded,
-    part_weights,
     require_finite,
     start_noise,
     velocity_of,
 )
 from solrl.runtime.blobs import BlobRef, Blobs
 from solrl.runtime.context import Context, Residency
-from solrl.runtime.controller import AHEAD, Job
+from solrl.runtime.controller import AHEAD, Jobs
 from solrl.runtime.gang import Gang
 from solrl.runtime.mailbox import connect
+from solrl.runtime.network import is_one_machine, machine, own_address
 from solrl.runtime.plans import fixed, planned
 from solrl.runtime.roles import EXPLORE, SCORE, TRAIN
+from solrl.runtime.worker import Work
 from solrl.samplers import SamplerState, advance
-from solrl.session import Session, open_session
+from solrl.scorer import pack
+from solrl.session import Session, StepRecord, open_session
 from solrl.signals import SignalStop
 from solrl.tracking import check_trackers
-from solrl.train import Drawn, DrawStages, run_step, select
+from solrl.train import Drawn, run_step, select
 from solrl.types import Conditioning, Policy, Rollouts, Scores, Seeds, UsageError
 
-Stage = Literal["explore", "regenerate"]
 MODES: tuple[Literal["colocated", "async_score", "shiftable"], ...] = ("colocated", "async_score", "shiftable")
 
 
@@ -77,79 +81,13 @@ def pipeline(
             for step in recorder.steps():
                 crew.log.step, clock = step, LoggedStopwatch(world.device, crew.log)
                 with recorder.saving_on_interrupt(step), crew.gang.naming_the_lost(lambda: stop.received is not None):
-                    metrics = recorder.record(step, run_step(session, step, clock, crew.draw), clock)
+                    metrics = recorder.record(step, crew.run_step(step, clock), clock)
+                session.rest()
                 crew.choose_mode(clock, recorder.tracking.plan)
                 if on_step:
                     on_step(metrics)
     push_run(config)
     return config.output.dir
-
-
-class StepJobs:
-    """The jobs of one step and what follows from each; kept by rank 0."""
-
-    def __init__(self, crew: Crew, size: tuple[int, int]) -> None:
-        config = crew.session.config
-        self.config, self.size = config, size
-        self.boards = crew.boards
-        self.owners: dict[Stage, dict[int, int]] = {"explore": {}, "regenerate": {}}  # micro-batch -> who drew it
-        self._number = 0
-        self._scored = [0] * size[0]  # candidates of each group that have come back
-        self._selected = 0  # groups that have been looked at, in order
-        self._kept: list[list[int]] = []  # (group, candidate) to regenerate, in order
-        self._drawn = 0  # how many of those are in jobs
-
-    def first(self) -> list[Job]:
-        """All candidates."""
-        groups, candidates = self.size
-        pool = [[group, candidate] for group in range(groups) for candidate in range(candidates)]
-        return self._draw("explore" if self.config.explore.enabled else "regenerate", pool, 0)
-
-    def finished(self, job: Job, value: dict[str, Any], rank: int) -> list[Job]:
-        """Images are scored next; a group whose scores are complete is selected, and redrawn."""
-        payload = job.payload
-        stage: Stage = payload["stage"]
-        if job.role == EXPLORE:
-            self.owners[stage][payload["first"] // self.config.batch.rollout] = rank
-            return [self._job(SCORE, payload | {"images": value["images"]}, 1, "score")]
-        members = payload["members"]
-        index = torch.arange(payload["first"], payload["first"] + len(members))
-        values = torch.tensor([unpack(each) for each in value["values"]], dtype=torch.float64)
-        self.boards[stage].enter(index, values, torch.tensor(value["present"]))
-        if stage == "regenerate" or not self.config.regenerate.enabled:
-            return []
-        for group, _ in members:
-            self._scored[group] += 1
-        return self._regenerate()
-
-    def outcome(self) -> dict[str, Any]:
-        """Who drew which micro-batch."""
-        return {stage: [ranks[number] for number in sorted(ranks)] for stage, ranks in self.owners.items()}
-
-    def _regenerate(self) -> list[Job]:
-        """Full micro-batches of kept candidates as far as groups are complete in order; at the end also the last."""
-        proxy, keep = self.boards["explore"].scores(), self.config.regenerate
-        while self._selected < self.size[0] and self._scored[self._selected] == self.size[1]:
-            group = slice(self._selected, self._selected + 1)
-            kept = select_contrastive(proxy.signal[group], keep.group_size, proxy.present[group], keep.selection)
-            self._kept += [[self._selected, candidate] for row in kept.indices.tolist() for candidate in row]
-            self._selected += 1
-        size = self.config.batch.rollout
-        whole = len(self._kept) if self._selected == self.size[0] else len(self._kept) // size * size
-        fresh, first = self._kept[self._drawn : whole], self._drawn
-        self._drawn = whole
-        return self._draw("regenerate", fresh, first)
-
-    def _draw(self, stage: Stage, members: list[list[int]], first: int) -> list[Job]:
-        size, rounds = self.config.batch.rollout, stage_of(self.config, stage).num_steps + 1
-        return [
-            self._job(EXPLORE, {"stage": stage, "first": first + at, "members": members[at : at + size]}, rounds, stage)
-            for at in range(0, len(members), size)
-        ]
-
-    def _job(self, role: Literal["explore", "score"], payload: dict[str, Any], rounds: int, kind: str) -> Job:
-        self._number += 1
-        return Job(self._number, role, payload, rounds, kind)
 
 
 class Crew:
@@ -158,12 +96,19 @@ class Crew:
     def __init__(self, session: Session, gang: Gang, blobs: Blobs, log: DecisionLog) -> None:
         self.session, self.gang, self.blobs, self.log = session, gang, blobs, log
         self.mode, self.num_score = session.config.runtime.mode, session.config.runtime.score_processes
+        self.draws: dict[int, StepDraw] = {}
+        self.overlap = Overlap(self)
+        self.clock = Stopwatch(session.world.device)
         self._is_warm = session.compile_mode == "off"
 
-    @property
-    def draw(self) -> DrawStages | None:
-        """How a step draws; None: as in train.py."""
-        return self.draw_stages if self.mode in ("async_score", "shiftable") else None
+    def run_step(self, step: int, clock: Stopwatch) -> StepRecord:
+        """One step in the mode at hand."""
+        self.clock = clock
+        if self.mode not in ("async_score", "shiftable"):
+            return run_step(self.session, step, clock)
+        if self.session.config.runtime.staleness:
+            return self.overlap.run_step(step)
+        return run_step(self.session, step, clock, partial(self.draw_stages, step))
 
     def choose_mode(self, clock: Stopwatch, say: Callable[[list[str]], None]) -> None:
         """With auto, take the mode that the step just measured by ``clock`` speaks for, and say why."""
@@ -187,34 +132,44 @@ class Crew:
         self.mode = MODES[mode]
 
     def draw_stages(
-        self, session: Session, prompts: list[str], conditioning: Conditioning, seeds: Seeds, clock: Stopwatch
+        self,
+        step: int,
+        session: Session,
+        prompts: list[str],
+        conditioning: Conditioning,
+        seeds: Seeds,
+        clock: Stopwatch,
     ) -> Drawn:
         """Explore, select, regenerate as jobs; equal on every rank, latents where they were drawn."""
-        config, world = session.config, session.world
-        self.prompts, self.conditioning, self.seeds, self.clock = prompts, conditioning, seeds, clock
-        weights, groups = part_weights(session.reward), len(prompts)
-        self.boards: dict[Stage, ScoreBoard] = {
-            "explore": ScoreBoard((groups, config.pool_size), weights),
-            "regenerate": ScoreBoard((groups, config.regenerate.group_size), weights),
-        }
-        self.clean: dict[Stage, dict[int, Tensor]] = {"explore": {}, "regenerate": {}}
-        jobs = StepJobs(self, (groups, config.pool_size)) if world.is_main else None
+        return self.gather(step, self.work(self.begin_step(step, prompts, conditioning, seeds)))
+
+    def begin_step(self, step: int, prompts: list[str], conditioning: Conditioning, seeds: Seeds) -> StepJobs | None:
+        """``step`` may be drawn here; its jobs, on rank 0."""
+        config = self.session.config
+        self.draws[step] = StepDraw(config, self.session.reward, step, prompts, conditioning, seeds)
+        return StepJobs(config, self.draws[step]) if self.session.world.is_main else None
+
+    def work(self, jobs: Jobs | None, is_enough: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+        """The outcome of ``jobs``, which rank 0 has; with ``is_enough`` as soon as that is so."""
         plan = fixed(self.num_score) if self.mode == "async_score" else planned
-        owners = self.gang.work({"explore": self.begin_draw, "score": self.begin_score}, jobs, plan)
-        proxy = self._gather("explore", owners) if config.explore.enabled else None
-        with clock.phase("select"):
+        return self.gang.work({"explore": self.begin_draw, "score": self.begin_score}, jobs, plan, is_enough)
+
+    def gather(self, step: int, owners: dict[str, list[int]]) -> Drawn:
+        """A step that is drawn, equal on every rank; of each micro-batch one process keeps the latents."""
+        config, draw = self.session.config, self.draws.pop(step)
+        proxy = self._gather(draw, "explore", owners) if config.explore.enabled else None
+        with self.clock.phase("select"):
             selection = select(proxy, config)
         if not config.regenerate.enabled:
             assert proxy is not None
             return proxy, selection, restrict(proxy, selection)
-        self.boards["regenerate"].keep(len(selection.groups))
-        return proxy, selection, self._gather("regenerate", owners)
+        draw.boards["regenerate"].keep(len(selection.groups))
+        return proxy, selection, self._gather(draw, "regenerate", owners)
 
-    def _gather(self, stage: Stage, owners: dict[str, list[int]]) -> Scores:
-        """Scores of a stage on every rank; of each micro-batch one process keeps the latents."""
-        size, board = self.session.config.batch.rollout, self.boards[stage]
+    def _gather(self, draw: StepDraw, stage: Stage, owners: dict[str, list[int]]) -> Scores:
+        size, board = self.session.config.batch.rollout, draw.boards[stage]
         mine = {number for number, rank in enumerate(owners[stage]) if rank == self.session.world.rank}
-        board.clean = {at: clean for at, clean in self.clean[stage].items() if at // size in mine}
+        board.clean = {at: clean for at, clean in draw.clean[stage].items() if at // size in mine}
         return board.gather(self.session.world)
 
     def put(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -230,8 +185,10 @@ class Crew:
         """Nobody will take it again."""
         self.blobs.acknowledge(BlobRef.from_json(reference))
 
-    def begin_draw(self, payload: dict[str, Any], state: dict[str, Any] | None) -> Drawing:
-        """A micro-batch, from noise or from where another process left it."""
+    def begin_draw(self, payload: dict[str, Any], state: dict[str, Any] | None) -> Work:
+        """A micro-batch, from noise or from where another process left it; or one of those that are trained on."""
+        if payload["stage"] == "update":
+            return self.overlap.begin(payload)
         return Drawing(self, payload, state)
 
     def begin_score(self, payload: dict[str, Any], state: dict[str, Any] | None) -> Scoring:
@@ -245,12 +202,14 @@ class Drawing:
     def __init__(self, crew: Crew, payload: dict[str, Any], state: dict[str, Any] | None) -> None:
         session, self.crew, self.payload = crew.session, crew, payload
         self.stage: Stage = payload["stage"]
+        self.draw = crew.draws[payload["step"]]
+        crew.overlap.prepare(self.draw.step)
         self.settings = stage_of(session.config, self.stage)
         self.policy: Policy = session.explorer if self.stage == "explore" else session.rollout_policy
-        seeds = [(group, crew.seeds[group][candidate]) for group, candidate in payload["members"]]
+        seeds = [(group, self.draw.seeds[group][candidate]) for group, candidate in payload["members"]]
         members = padded(seeds, session.config.batch.rollout)
         self.sigmas = self.policy.sigmas(self.settings.num_steps)
-        self.velocity = velocity_of(self.policy, crew.conditioning, members)
+        self.velocity = velocity_of(self.policy, self.draw.conditioning, members)
         if state is None:
             self.state = SamplerState(start_noise(self.policy, members), None, 0)
         else:
@@ -272,12 +231,12 @@ class Drawing:
         first, members = self.payload["first"], self.payload["members"]
         part = Rollouts(
             index=torch.arange(first, first + len(members)),
-            prompts=[crew.prompts[group] for group, _ in members],
+            prompts=[self.draw.prompts[group] for group, _ in members],
             clean=clean[: len(members)],
             images=images[: len(members)],
         )
         require_finite(part)
-        crew.clean[self.stage].update(zip(part.index.tolist(), part.clean, strict=True))
+        self.draw.clean[self.stage].update(zip(part.index.tolist(), part.clean, strict=True))
         return {"images": crew.put({"images": part.images})}
 
     def give_back(self) -> dict[str, Any] | None:
@@ -301,28 +260,13 @@ class Scoring:
         crew, session = self.crew, self.crew.session
         with crew.clock.phase("score"):
             images = crew.take(self.payload["images"])["images"]
-            prompts = [crew.prompts[group] for group, _ in self.payload["members"]]
+            prompts = [crew.draws[self.payload["step"]].prompts[group] for group, _ in self.payload["members"]]
             values, present = call_parts(session.reward, images, prompts)
         crew.free(self.payload["images"])
         return {"values": pack(values), "present": present.tolist()}
 
     def give_back(self) -> None:
         """Nothing is kept."""
-
-
-def pack(values: Tensor) -> list[Any]:
-    """Numbers as text that keeps every bit."""
-    return [[x.hex() for x in row] if isinstance(row, list) else row.hex() for row in values.tolist()]
-
-
-def unpack(value: Any) -> Any:
-    """The numbers again."""
-    return [float.fromhex(x) for x in value] if isinstance(value, list) else float.fromhex(value)
-
-
-def stage_of(config: Config, stage: Stage) -> StageConfig:
-    """The settings of a stage."""
-    return config.explore if stage == "explore" else config.regenerate
 
 
 @contextmanager
@@ -332,13 +276,16 @@ def open_crew(session: Session, step: int) -> Iterator[Crew]:
     image = 3 * config.model.height * config.model.width
     latents = 2 * math.prod(session.policy.latent_shape)
     ring = 4 * config.batch.rollout * ((AHEAD * world.size + 2) * image + 2 * latents) + 2**16
+    host = "" if is_one_machine() else own_address()
     with (
         connect(world, config.runtime.lost_after_s) as post,
-        Blobs(world.rank, ring) as blobs,
+        Blobs(world.rank, ring, machine=machine(), host=host, token=post.token) as blobs,
         DecisionLog(config.output.dir if world.is_main else None, step) as log,
     ):
-        # Every process has loaded all there is, so its roles are resident together: nothing to release.
-        residency = Residency([Context(role, dict, ()) for role in (EXPLORE, SCORE, TRAIN)], TRAIN)
+        # Every process has loaded all there is, so its roles are resident together: no tensor is released.
+        score = Context(SCORE, dict, (), start=session.wake, stop=session.rest)
+        residency = Residency([Context(EXPLORE, dict, ()), score, Context(TRAIN, dict, ())], TRAIN)
+        session.rest()
         gang = Gang(post, residency, log, stop=session.stop, job_timeout_s=config.runtime.job_timeout_s)
         yield Crew(session, gang, blobs, log)
 
@@ -351,12 +298,6 @@ def check_mode(config: Config) -> None:
             "use runtime.mode = colocated"
         )
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
-    if here != size:
-        raise UsageError(
-            f"runtime.mode = {config.runtime.mode} works on one machine so far and this run is on {size // here}: "
-            "use colocated"
-        )
     if config.runtime.mode == "async_score" and config.runtime.score_processes >= size:
         raise UsageError(
             f"runtime.score_processes = {config.runtime.score_processes} of {size} processes leaves none to draw: "

@@ -339,7 +339,7 @@ def _seconds(
         drawn = share(groups * regenerate.group_size)
         seconds["regenerate, decode, score"] = drawn * (regenerate.num_steps * full + rest)
     needs_reference = train.kl_weight > 0 or open_objective(config).needs_reference
-    passes = 2 + (not train.is_on_policy) + needs_reference + config.model.gradient_checkpointing
+    passes = 2 + (not config.is_on_policy) + needs_reference + config.model.gradient_checkpointing
     trained = share(groups * regenerate.group_size)
     seconds["update"] = trained * config.num_train_timesteps * passes * full
     return seconds

@@ -82,6 +82,7 @@ class Recorder:
             yield step
 
     def _close(self) -> None:
+        self.session.close()
         self.tracking.close()
         if self._folder:
             self._folder.close()
@@ -112,6 +113,7 @@ class Recorder:
             | record.scales
             | clock.metrics()
             | health
+            | ({"health/policy_lag": record.lag} if self.config.runtime.staleness else {})
         )
         due = self._is_due(step)
         if due:
@@ -215,7 +217,7 @@ class Recorder:
             record.seeds,
             stage,
             precision=self.session.precision if config.explore.enabled else "full",
-            policy_version=self.session.learner.step - bool(record.metrics),
+            policy_version=record.version,
             proxy=record.proxy,
             selection=record.selection,
             rewards=record.rewards,

@@ -75,10 +75,11 @@ def replay(
             raise UsageError("replay runs on one process: start it without a launcher")
         session = open_session(config, world, stop)
         _advance(session, run_dir, step - 1, report)
-        if session.learner.step != entry.policy_version:
+        version = session.learner.old_versions[0]
+        if version != entry.policy_version:
             raise SolrlError(
                 f"{run_dir}: the ledger says policy version {entry.policy_version} drew step {step}, running it again "
-                f"gives version {session.learner.step}; was the run made by other code or on another machine?"
+                f"gives version {version}; was the run made by other code or on another machine?"
             )
         name = f"step_{step:06d}_prompt_{entry.prompt_index}_candidate_{entry.candidate}"
         folder = run_dir / "replay" if out is None else out

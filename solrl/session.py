@@ -29,7 +29,8 @@ from solrl.quant.bounds import Work, measure_work, speed_bounds
 from solrl.quant.proof import check_products, profile
 from solrl.quant.trees import RolloutTrees, SyncReport
 from solrl.rollout import rollout, score
-from solrl.types import Conditioning, LoraPair, PathSampler, Policy, Reward, Rollouts, Scores, Seeds, UsageError
+from solrl.scorer import ChildReward, child_devices, open_reward
+from solrl.types import Conditioning, LoraPair, PathSampler, Policy, Reward, Rollouts, Scores, Seeds
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class StepRecord:
     metrics: dict[str, float]  # of the update; empty where no group was left
     synced: SyncReport
     scales: dict[str, float]  # on audit steps, how well the static activation scales fit
+    version: int  # optimizer steps done when what drew the samples was the newest
+    lag: int  # and how many came between that and the update
 
 
 @dataclass
@@ -166,6 +169,21 @@ class Session:
                 score=lambda: self.reward(images, prompts),
             )
 
+    def wake(self) -> None:
+        """The reward's child process, where it has one, is up."""
+        if isinstance(self.reward, ChildReward):
+            self.reward.start()
+
+    def rest(self) -> None:
+        """With reward.process = shifting the reward's child process is gone until it is needed again."""
+        if isinstance(self.reward, ChildReward) and self.config.reward.process == "shifting":
+            self.reward.stop()
+
+    def close(self) -> None:
+        """No child process is left."""
+        if isinstance(self.reward, ChildReward):
+            self.reward.close()
+
     def _explore_batch(self, number: int) -> None:
         """Draw one micro-batch of fixed prompts and seeds with the explorer; no signal stops it."""
         alone, settings = World(0, 1, self.world.device), self.config
@@ -197,7 +215,7 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
     open_objective(config)  # what is wrong with it is said before the model loads
     train_prompts, heldout_prompts = load_prompt_lists(config)
     backend = choose_backend(config.explore, world.device)
-    reward = open_reward("reward.name", config.reward.name, config.reward.options)
+    reward = _open_trained_reward(config, world.device, stop)
     others = [name for name in config.evaluate.rewards if name != config.reward.name]
     watched = {name: open_reward("evaluate.rewards", name, {}) for name in others}
     policy = load_policy(config, world.device)
@@ -240,6 +258,17 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
     return session
 
 
+def _open_trained_reward(config: Config, device: torch.device, stop: Callable[[], None]) -> Reward:
+    """The reward that is trained, where reward.process wants it."""
+    reward = config.reward
+    if reward.process == "off":
+        return open_reward("reward.name", reward.name, reward.options)
+    return ChildReward(
+        reward.name, reward.options, devices=child_devices(reward.process_gpus, device), threads=config.cpu_threads,
+        timeout_s=config.runtime.job_timeout_s, stop=stop,
+    )  # fmt: skip
+
+
 def _fix_decode_slice(config: Config, policy: Policy, world: World) -> Config:
     """``batch.decode`` = 0 replaced by what every rank has memory for."""
     if config.batch.decode:
@@ -248,17 +277,3 @@ def _fix_decode_slice(config: Config, policy: Policy, world: World) -> Config:
     slices[world.rank] = decode_slice(policy, config.batch.rollout)
     batch = config.batch.model_copy(update={"decode": int(world.sum_(slices).min())})
     return config.model_copy(update={"batch": batch})
-
-
-def open_reward(setting: str, name: str, options: dict[str, Any]) -> Reward:
-    """The reward that ``setting`` names; UsageError where there is none, it refuses its options, or it is no Reward."""
-    from solrl_rewards import load_reward
-
-    try:
-        reward = load_reward(name, **options)
-    except (ValueError, OSError) as error:
-        raise UsageError(f"{setting}: {str(error).splitlines()[0]}") from error
-    missing = [part for part in ("name", "range", "description", "__call__") if not hasattr(reward, part)]
-    if missing:
-        raise UsageError(f"{setting}: {name} has no {', '.join(missing)}; see solrl.types.Reward for what a reward has")
-    return reward

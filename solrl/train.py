@@ -79,13 +79,16 @@ def run_step(session: Session, step: int, clock: Stopwatch, draw: DrawStages | N
         audits = audit(session, step, selection, conditioning, prompts, seeds, clock)
     scales = session.audit_scales() if audits else {}
 
+    version, lag = session.learner.old_versions[0], session.learner.step - session.learner.old_versions[0]
     with clock.phase("update"):
-        kept_seeds, rows = selection.pick(seeds), conditioning.rows(selection.groups)
-        metrics = update(session, rewards, kept_seeds, rows, lies_apart=draw is not None)
+        data = training_set(session, selection, rewards, conditioning, seeds, lies_apart=draw is not None)
+        metrics = session.learner.update(data, session.world, session.stop) if data else {}
+        if not data:
+            session.learner.age_old_()
     with session.ahead.beside("requantize", following, clock), clock.phase("requantize"):
         synced = session.sync()
     session.recalibrate(step)
-    return StepRecord(prompts, seeds, proxy, selection, rewards, audits, metrics, synced, scales)
+    return StepRecord(prompts, seeds, proxy, selection, rewards, audits, metrics, synced, scales, version, lag)
 
 
 def draw_stages(
@@ -123,29 +126,34 @@ def select(proxy: Scores | None, config: Config) -> Selection:
     return Selection(list(range(groups)), torch.arange(keep).repeat(groups, 1), {})
 
 
-def update(
-    session: Session, rewards: Scores, seeds: Seeds, conditioning: Conditioning, *, lies_apart: bool
-) -> dict[str, float]:
-    """One optimizer step on the kept samples, or none where no group is left.
+def training_set(
+    session: Session,
+    selection: Selection,
+    rewards: Scores,
+    conditioning: Conditioning,
+    seeds: Seeds,
+    *,
+    lies_apart: bool,
+) -> TrainingSet | None:
+    """The kept samples of a step; None where no group is left.
 
     ``lies_apart``: a micro-batch may have been drawn by another rank than the one that trains on it.
     """
-    if not seeds:
-        return {}
-    config, world = session.config, session.world
+    if not selection.groups:
+        return None
+    config, kept = session.config, selection.pick(seeds)
     clean = rewards.clean
     if lies_apart or not config.regenerate.enabled:  # samples lie on other ranks than those that train on them
-        clean = exchange_clean(rewards, session.policy.latent_shape, world)
-    data = TrainingSet(
-        seeds=[seed for row in seeds for seed in row],
-        groups=[group for group, row in enumerate(seeds) for _ in row],
+        clean = exchange_clean(rewards, session.policy.latent_shape, session.world)
+    return TrainingSet(
+        seeds=[seed for row in kept for seed in row],
+        groups=[group for group, row in enumerate(kept) for _ in row],
         advantages=group_advantages(rewards.signal, rewards.present, config.train.advantage_std).flatten(),
         weights=rewards.present.flatten().float(),
         clean=clean,
-        conditioning=conditioning,
+        conditioning=conditioning.rows(selection.groups),
         trajectories=rewards.trajectories,
     )
-    return session.learner.update(data, world, session.stop)
 
 
 def audit(

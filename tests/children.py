@@ -28,9 +28,10 @@ def in_child(action: Callable[[], object]) -> Outcome:
     return _wait(*_start(action))
 
 
-def in_children(size: int, action: Callable[[int], object]) -> list[Outcome]:
-    """The same for ``size`` processes at once, given their rank, in the environment that a launcher makes."""
-    return [_wait(*child) for child in _start_ranks(size, action)]
+def in_children(size: int, action: Callable[[int], object], *, machines: int = 1) -> list[Outcome]:
+    """The same for ``size`` processes at once, given their rank, in the environment that a launcher makes on as many
+    ``machines`` (which here are all this one)."""
+    return [_wait(*child) for child in _start_ranks(size, action, size // machines)]
 
 
 def in_gang(size: int, action: Callable[[int], object], *, max_restarts: int) -> int:
@@ -42,7 +43,7 @@ def in_gang(size: int, action: Callable[[int], object], *, max_restarts: int) ->
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)
             return action(rank)
 
-        children = dict(_start_ranks(size, as_rank))
+        children = dict(_start_ranks(size, as_rank, size))
         failed = False
         while children and not failed:
             time.sleep(0.05)
@@ -65,15 +66,15 @@ def in_gang(size: int, action: Callable[[int], object], *, max_restarts: int) ->
     raise AssertionError(f"still failing after {max_restarts} restarts")
 
 
-def _start_ranks(size: int, action: Callable[[int], object]) -> list[tuple[int, IO[str]]]:
+def _start_ranks(size: int, action: Callable[[int], object], here: int) -> list[tuple[int, IO[str]]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
 
     def as_rank(rank: int) -> object:
         os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true",
+            RANK=str(rank), LOCAL_RANK=str(rank % here), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(here),
+            GROUP_RANK=str(rank // here), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true",
         )  # fmt: skip
         return action(rank)
 

@@ -24,6 +24,7 @@ from solrl.groups import group_seeds
 from solrl.pipeline import Crew, Drawing, open_crew, pipeline
 from solrl.prompts import step_prompts
 from solrl.rollout import rollout
+from solrl.runtime.blobs import Blobs
 from solrl.runtime.mailbox import ProcessLost
 from solrl.session import Session, open_session
 from solrl.train import train
@@ -82,10 +83,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
 def crew(session: Session) -> Iterator[Crew]:
     session.config.output.dir.mkdir(exist_ok=True)
     with open_crew(session, 0) as crew:
-        crew.prompts = step_prompts(session.train_prompts, 0, 1, 1)
-        crew.conditioning = session.policy.encode(crew.prompts)
-        crew.seeds = group_seeds(0, 1, 1, 3)
-        crew.clock, crew.clean = stopwatch(), {"explore": {}, "regenerate": {}}
+        prompts = step_prompts(session.train_prompts, 0, 1, 1)
+        crew.begin_step(1, prompts, session.policy.encode(prompts), group_seeds(0, 1, 1, 3))
         yield crew
 
 
@@ -100,7 +99,8 @@ def drawn(crew: Crew, payload: dict[str, Any], moves: Sequence[int]) -> tuple[Te
         value = work.advance()
     images = crew.take(value["images"])["images"]
     crew.free(value["images"])
-    return torch.stack([crew.clean["explore"][at] for at in sorted(crew.clean["explore"])]), images
+    found = crew.draws[1].clean["explore"]
+    return torch.stack([found[at] for at in sorted(found)]), images
 
 
 @pytest.mark.parametrize("solver", ["euler", "dpm2"])
@@ -110,11 +110,12 @@ def test_moved_at_every_step_of_every_solver_a_job_ends_bit_equal(
     session = crew.session
     stage = session.config.explore.model_copy(update={"solver": solver, "num_steps": 4})
     monkeypatch.setattr(session, "config", session.config.model_copy(update={"explore": stage}))
+    draw = crew.draws[1]
     _, second = rollout(
-        session.explorer, crew.conditioning, crew.prompts, crew.seeds, stage,
+        session.explorer, draw.conditioning, draw.prompts, draw.seeds, stage,
         batch=session.config.batch, world=ALONE, clock=stopwatch(), stop=never, phase="explore",
     )  # fmt: skip
-    payload = {"stage": "explore", "first": 2, "members": [[0, 2]]}  # the second, which is padded
+    payload = {"step": 1, "stage": "explore", "first": 2, "members": [[0, 2]]}  # the second, which is padded
     for moves in ([], [0], [1], [2], [3], [4], [0, 1, 2, 3, 4]):
         clean, images = drawn(crew, payload, moves)
         assert torch.equal(clean, second.clean) and torch.equal(images, second.images), moves
@@ -124,14 +125,9 @@ def test_moved_at_every_step_of_every_solver_a_job_ends_bit_equal(
 # Refusals
 
 
-def test_what_cannot_work_is_refused_before_a_model_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_work_is_refused_before_a_model_loads(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"runtime.score_processes = 1 of 1 processes leaves none to draw"):
         pipeline(run_config(tmp_path, "async_score"))
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="shiftable works on one machine so far and this run is on 2"):
-        pipeline(run_config(tmp_path, "shiftable"))
-
     config = run_config(tmp_path, "shiftable", train={"objective": "flow_grpo"}, regenerate={"solver": "euler"})
     with pytest.raises(UsageError, match=r"flow_grpo trains on trajectories.* use runtime.mode = colocated"):
         pipeline(config)
@@ -145,6 +141,28 @@ def test_what_cannot_work_is_refused_before_a_model_loads(tmp_path: Path, monkey
 def test_every_mode_gives_the_bits_of_a_colocated_run(tmp_path: Path, colocated: Path, mode: str, size: int) -> None:
     assert in_children(size, lambda rank: train(run_config(tmp_path, mode))) == [(0, "")] * size
     same_bits(tmp_path, colocated)
+
+
+@pytest.mark.slow
+def test_processes_of_two_machines_shift_and_give_the_bits_of_a_colocated_run(tmp_path: Path, colocated: Path) -> None:
+    """To its processes this machine is two: latents and images of one reach the other over TCP."""
+    sent = tmp_path / "sent"
+
+    def run(rank: int) -> None:
+        answer = Blobs._answer
+
+        def counted(blobs: Blobs, request: dict[str, Any]) -> memoryview | bytes:
+            with sent.open("a") as file:
+                file.write(request["do"] + "\n")
+            return answer(blobs, request)
+
+        Blobs._answer = counted  # type: ignore[method-assign]
+        train(run_config(tmp_path / "run", "async_score"))
+
+    assert in_children(2, run, machines=2) == [(0, "")] * 2
+    same_bits(tmp_path / "run", colocated)
+    done = sent.read_text().splitlines()
+    assert done.count("get") == done.count("acknowledge") == 2 * (5 + 3)  # every micro-batch's images, twice
 
 
 @pytest.mark.slow

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from solrl.settings import save_config
+from solrl.train import train
+from tests.children import in_child
 from tests.parts import tiny_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,8 +38,11 @@ class Picky:
 """
 
 
-def launch(folder: Path, num_processes: int, **sections: object) -> Path:
-    """Run scripts/train.py under accelerate on ``num_processes`` processes; returns the run folder."""
+def launch(folder: Path, num_processes: int, *, machines: int = 1, **sections: object) -> Path:
+    """Run scripts/train.py under accelerate on ``num_processes`` processes; returns the run folder.
+
+    ``machines``: so many launchers, each of which takes this machine for one of its own.
+    """
     (folder / "picky.py").write_text(REWARD)
     run = folder / f"on_{num_processes}"
     config = tiny_config(run, **sections)  # type: ignore[arg-type]
@@ -47,12 +54,26 @@ def launch(folder: Path, num_processes: int, **sections: object) -> Path:
         "HF_HUB_OFFLINE": "1",
     }
     command = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command += ["--num_machines", "1", "--num_processes", str(num_processes), "--main_process_port", "0"]
+    port = "0"
+    if machines > 1:  # one that all know; the system cannot choose it
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+    command += ["--num_machines", str(machines), "--num_processes", str(num_processes), "--main_process_port", port]
+    command += ["--main_process_ip", "127.0.0.1"] if machines > 1 else []
     command += ["--multi_gpu"] if num_processes > 1 else ["--cpu"]
-    command += [str(ROOT / "scripts" / "train.py"), str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (folder / f"on_{num_processes}.log").write_text(done.stderr)
+    logs = [folder / f"on_{num_processes}.log", *(folder / f"machine_{rank}.log" for rank in range(1, machines))]
+    launchers, timeout_s = [], 400
+    for rank, log in enumerate(logs):
+        own = [*command, "--machine_rank", str(rank), str(ROOT / "scripts" / "train.py"), str(path)]
+        with log.open("w") as file:
+            launchers.append(subprocess.Popen(own, env=environment, stdout=subprocess.DEVNULL, stderr=file))
+    try:
+        codes = [launcher.wait(timeout_s) for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert codes == [0] * machines, logs[0].read_text()[-3000:]
     return run
 
 
@@ -87,6 +108,16 @@ def test_any_number_of_processes_gives_the_same_seeds_and_weights(tmp_path: Path
     runs = {count: launch(tmp_path, count, **sections) for count in counts}
     for count in counts[1:]:
         same_bits(runs[1], runs[count])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["colocated", "shiftable"])
+def test_two_machines_give_the_bits_of_one_process(tmp_path: Path, mode: str) -> None:
+    """Two launchers of one process each, over the loopback interface."""
+    sections: dict[str, Any] = {"train": {"num_steps": 1}, "reward": {"name": "tests.parts:Redness"}}
+    alone = tiny_config(tmp_path / "alone", **sections)
+    assert in_child(lambda: train(alone)) == (0, "")
+    same_bits(tmp_path / "alone", launch(tmp_path, 2, machines=2, **sections, runtime={"mode": mode}))
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from solrl.session import open_reward, open_session
+from solrl.scorer import open_reward
+from solrl.session import open_session
 from solrl.types import UsageError
 from tests.parts import ALONE, Redness, never, tiny_config
 

@@ -1,4 +1,4 @@
-"""Latents and images on their way between the processes of a node: ``put``, ``get``, ``acknowledge``.
+"""Latents and images on their way between the processes of a run: ``put``, ``get``, ``acknowledge``.
 
 Every process owns a ring of shared memory for what it sends. A blob is a few named tensors that travel and are freed
 together; its reference is small and goes by message to whoever shall fetch it. A blob stays as it is until somebody
@@ -6,7 +6,7 @@ acknowledges it, in whatever order that happens and however often it is fetched 
 is handed to another one with the same reference. Room is reused in the order of sending: a full ring makes its owner
 wait, and the time-out says which ranks fetched without acknowledging. Contents are checked against a CRC-32.
 
-One node is what there is: between nodes nothing carries a blob yet, and ``get`` says so by failing to join.
+A process of another machine gets a copy over TCP (network.py), by the same calls.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from solrl.errors import SolrlError
 from solrl.runtime.arena import Arena, pauses, readable
+from solrl.runtime.network import Lines, Server
 
 _ALIGN = 64
 _FREE = 0  # a row of the ring's table: number of the blob + 1 or _FREE, rank that fetched it last + 1 or 0
@@ -40,6 +41,9 @@ class BlobRef:
     checksum: int
     entries: tuple[tuple[str, str, tuple[int, ...]], ...]
     """(name, dtype, shape) of each tensor, in the order of their bytes."""
+    machine: int = 0
+    server: str = ""
+    """"host:port" for other machines."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists, texts and numbers."""
@@ -49,11 +53,12 @@ class BlobRef:
     def from_json(cls, found: Mapping[str, Any]) -> Self:
         """What ``to_json`` gave. What is not of that form is a SolrlError."""
         try:
-            numbers = {key: int(found[key]) for key in ("rank", "number", "offset", "nbytes", "checksum")}
+            keys = ("rank", "number", "offset", "nbytes", "checksum", "machine")
+            numbers = {key: int(found[key]) for key in keys}
             entries = tuple(
                 (str(name), str(dtype), tuple(int(size) for size in shape)) for name, dtype, shape in found["entries"]
             )
-            made = cls(**numbers, address=str(found["address"]), entries=entries)
+            made = cls(**numbers, address=str(found["address"]), server=str(found["server"]), entries=entries)
             needed = sum(_aligned(math.prod(shape) * _dtype(dtype).itemsize) for _, dtype, shape in entries)
         except (KeyError, TypeError, ValueError) as error:
             raise SolrlError(f"no reference of a blob: {error}") from None
@@ -65,8 +70,20 @@ class BlobRef:
 class Blobs:
     """The ring of this process, and those of others that references lead to. For any number of threads."""
 
-    def __init__(self, rank: int, capacity_bytes: int, *, max_blobs: int = 4096) -> None:
-        """A ring of ``capacity_bytes`` for at most ``max_blobs`` blobs at a time."""
+    def __init__(
+        self,
+        rank: int,
+        capacity_bytes: int,
+        *,
+        max_blobs: int = 4096,
+        machine: int = 0,
+        host: str = "",
+        token: str = "",
+    ) -> None:
+        """A ring of ``capacity_bytes`` for at most ``max_blobs`` blobs at a time.
+
+        With ``host``, an address of this machine, also for processes on others that know the run's ``token``.
+        """
         self.rank, self.capacity = rank, _aligned(capacity_bytes)
         self._arena = Arena.create(
             f"blob ring of rank {rank}", {"rank": rank, "max_blobs": max_blobs}, _table(max_blobs) + self.capacity
@@ -74,6 +91,8 @@ class Blobs:
         self._rings = {self._arena.address: self._arena}
         self._sent: deque[BlobRef] = deque()  # from the oldest: what lies in the ring
         self._next = 0  # number of the next blob
+        self.machine, self._lines = machine, Lines(token)
+        self._server = Server(host, token, self._answer) if host else None
 
     @property
     def num_waiting(self) -> int:
@@ -95,7 +114,10 @@ class Blobs:
                     number, self._next = self._next, self._next + 1
                     row = self._rows(self._arena, number)
                     row[0], row[1] = number + 1, 0
-                    ref = BlobRef(self.rank, self._arena.address, number, offset, size, 0, entries)
+                    server = self._server.address if self._server else ""
+                    ref = BlobRef(
+                        self.rank, self._arena.address, number, offset, size, 0, entries, self.machine, server
+                    )
                     self._sent.append(ref)  # from here on the room is taken
                     break
         else:
@@ -111,16 +133,23 @@ class Blobs:
 
     def get(self, ref: BlobRef) -> dict[str, Tensor]:
         """New tensors with what was put; the blob stays. One that was freed, or whose bytes changed, is an error."""
-        ring = self._ring(ref)
-        self._mark_fetched(ring, ref)
-        data = _data(ring, ref).clone()
+        if ref.machine != self.machine:
+            data = torch.empty(ref.nbytes, dtype=torch.uint8)
+            self._ask(ref, "get", data.numpy().data)
+        else:
+            ring = self._ring(ref)
+            self._mark_fetched(ring, ref, self.rank)
+            data = _data(ring, ref).clone()
         if _checksum(data) != ref.checksum:
-            self._mark_fetched(ring, ref)  # says so if it was acknowledged and written over meanwhile
+            if ref.machine == self.machine:
+                self._mark_fetched(ring, ref, self.rank)  # says so if it was acknowledged and written over meanwhile
             raise SolrlError(f"blob {ref.number} of rank {ref.rank} is corrupt: its {readable(ref.nbytes)} changed")
         return _views(data, ref)
 
     def acknowledge(self, ref: BlobRef) -> None:
         """The blob is not needed any more: its owner may use the room again. Twice is harmless."""
+        if ref.machine != self.machine:
+            return self._ask(ref, "acknowledge")
         ring = self._ring(ref)
         with ring.lock():
             row = self._rows(ring, ref.number)
@@ -129,6 +158,9 @@ class Blobs:
 
     def close(self) -> None:
         """This process holds no ring any more; what it sent stays readable for those who fetched from it before."""
+        if self._server is not None:
+            self._server.close()
+        self._lines.close()
         for ring in self._rings.values():
             ring.close()
 
@@ -138,6 +170,21 @@ class Blobs:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _ask(self, ref: BlobRef, do: str, into: memoryview | None = None) -> None:
+        request = {"do": do, "rank": self.rank, "ref": ref.to_json()}
+        self._lines.ask(ref.rank, ref.server, request, into)
+
+    def _answer(self, request: dict[str, Any]) -> memoryview | bytes:
+        """To a process of another machine: the bytes of a blob of this one."""
+        ref = BlobRef.from_json(request["ref"])
+        if ref.address != self._arena.address:
+            raise SolrlError(f"rank {self.rank} has no ring at {ref.address}")
+        if request["do"] == "acknowledge":
+            self.acknowledge(ref)
+            return b""
+        self._mark_fetched(self._arena, ref, int(request["rank"]))
+        return _data(self._arena, ref).numpy().data
+
     def _ring(self, ref: BlobRef) -> Arena:
         ring = self._rings.get(ref.address)
         if ring is None:
@@ -145,12 +192,12 @@ class Blobs:
             ring = self._rings.setdefault(ref.address, ring)
         return ring
 
-    def _mark_fetched(self, ring: Arena, ref: BlobRef) -> None:
+    def _mark_fetched(self, ring: Arena, ref: BlobRef, by: int) -> None:
         with ring.lock():
             row = self._rows(ring, ref.number)
             if row[0] != ref.number + 1 or ref.offset + ref.nbytes > self._capacity(ring):
                 raise SolrlError(f"blob {ref.number} of rank {ref.rank} is gone: it was acknowledged before")
-            row[1] = self.rank + 1
+            row[1] = by + 1
 
     @staticmethod
     def _capacity(ring: Arena) -> int:

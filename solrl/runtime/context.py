@@ -40,6 +40,10 @@ class Context:
     """(glob over names, kind); the first that matches counts."""
     read: Callable[[str, Tensor], None] | None = None
     """Fills a parameter in place; needed where there are any."""
+    start: Callable[[], object] = lambda: None
+    """Brings up what is no tensor, a child process say; at every shift into the role, after its tensors."""
+    stop: Callable[[], object] = lambda: None
+    """Ends it, before the role's tensors go; at every shift out of the role, and where it did not come up."""
 
     def classified(self) -> dict[str, tuple[Tensor, Kind]]:
         """Every tensor with its kind. Raises SolrlError for one of no kind, or of two by shared storage."""
@@ -111,24 +115,27 @@ class Residency:
             raise SolrlError(f"this process has no role {role}")
         if role == self.current:
             return
-        if self.is_resident:
-            self.current = role
-            return
-        before = self.current
-        for each in (before, role):
-            self.contexts[each].classified()
+        before, is_resident = self.current, self.is_resident
+        if not is_resident:
+            for each in (before, role):
+                self.contexts[each].classified()
         try:
-            self.shift_down(before, role)
-            self.shift_up(role)
+            self._hand_over(before, role, is_resident)
         except (SolrlError, RuntimeError) as error:  # out of memory is a RuntimeError
-            self._roll_back(role, before, error)
+            self._roll_back(role, before, error, is_resident)
             raise ShiftFailed(f"role {role} did not come up, {before} is back: {_line(error)}") from error
         self.current = role
 
-    def _roll_back(self, role: Role, before: Role, error: Exception) -> None:
+    def _hand_over(self, before: Role, role: Role, is_resident: bool) -> None:
+        self.contexts[before].stop()
+        if not is_resident:
+            self.shift_down(before, role)
+            self.shift_up(role)
+        self.contexts[role].start()
+
+    def _roll_back(self, role: Role, before: Role, error: Exception, is_resident: bool) -> None:
         try:
-            self.shift_down(role, before)
-            self.shift_up(before)
+            self._hand_over(role, before, is_resident)
         except (SolrlError, RuntimeError) as second:
             raise SolrlError(
                 f"role {role} did not come up ({_line(error)}) and {before} did not come back ({_line(second)}): "

@@ -12,6 +12,7 @@ not come up goes on in its old one; after the second time in a row it gets no jo
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -124,13 +125,13 @@ class Controller:
 
     # One step
 
-    def run(self, jobs: Jobs, plan: Plan) -> None:
+    def run(self, jobs: Jobs, plan: Plan, is_enough: Callable[[], bool] = lambda: False) -> None:
         """Have ``jobs`` done in roles by ``plan``, then put all processes into role train and tell them the outcome.
 
-        Raises what ended the run.
+        Once ``is_enough``, jobs that are not done are left as they are. Raises what ended the run.
         """
         self._begin(jobs)
-        while self._open:
+        while self._open and not is_enough():
             self._refill()
             self._decide(plan)
             self._dispatch()
@@ -165,7 +166,7 @@ class Controller:
         for job in jobs:
             self._open[job.number] = job
             if job.role == EXPLORE:
-                self._backlog.append(job)
+                insort(self._backlog, job, key=lambda job: job.number)
             else:
                 self.schedulers[SCORE].submit(job.number)
 
@@ -344,7 +345,7 @@ class Controller:
             member.refusals = 0
         else:
             self._rolled_back(message.rank, member, wanted, message.error)
-        if message.role != TRAIN and message.rank in self.healthy:
+        if message.role != TRAIN and message.rank in self.healthy and member.shifting_to is None:
             for move in self.schedulers[_working(message.role)].shift_up([message.rank]):
                 self._send(move.target, move.job)
 

@@ -39,8 +39,16 @@ class Gang:
         if post.rank == 0:
             self.controller = Controller(post.clone(), log, job_timeout_s=job_timeout_s)
 
-    def work(self, roles: Mapping[str, Begin], jobs: Jobs | None, plan: Plan) -> dict[str, Any]:
+    def work(
+        self,
+        roles: Mapping[str, Begin],
+        jobs: Jobs | None,
+        plan: Plan,
+        is_enough: Callable[[], bool] = lambda: False,
+    ) -> dict[str, Any]:
         """Work off ``jobs``, which rank 0 has, in roles by ``plan``; their outcome, on every rank. All train then.
+
+        Once ``is_enough`` (asked on rank 0) the rest is given back: those jobs can be done another time.
 
         Raises what ended the run, wherever it happened; an error of process 0's controller is its cause.
         """
@@ -48,7 +56,7 @@ class Gang:
             return self._serve(roles)
         assert jobs is not None
         self._failure = None
-        thread = threading.Thread(target=self._control, args=(self.controller, jobs, plan), daemon=True)
+        thread = threading.Thread(target=self._control, args=(self.controller, jobs, plan, is_enough), daemon=True)
         thread.start()
         try:
             return self._serve(roles)
@@ -68,9 +76,9 @@ class Gang:
                 self.worker.report(error)
             raise
 
-    def _control(self, controller: Controller, jobs: Jobs, plan: Plan) -> None:
+    def _control(self, controller: Controller, jobs: Jobs, plan: Plan, is_enough: Callable[[], bool]) -> None:
         try:
-            controller.run(jobs, plan)
+            controller.run(jobs, plan, is_enough)
         except BaseException as error:  # whatever it is, nobody may wait for ever
             self._failure = error
             controller.stop(Stop(ending=ending(error), reason=describe(error)))

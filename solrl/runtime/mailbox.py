@@ -2,7 +2,8 @@
 
 A message is JSON of at most 64 KB whose fields are checked against its kind; nothing is ever unpickled, and bulk data
 goes another way. Keys carry the launcher's restart count and every message the run's token, so what an earlier or a
-foreign gang has left behind is refused instead of obeyed. The store listens on the loopback interface only.
+foreign gang has left behind is refused instead of obeyed. The store listens on the loopback interface only; with
+several machines on every interface.
 
 Queues are polled: a blocking pop cannot be told from a dead peer, holds up signals, and prints a warning when its time
 is up.
@@ -26,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from solrl.distributed import World
 from solrl.errors import SolrlError
+from solrl.runtime.network import is_one_machine
 
 MAX_BYTES = 64 * 1024
 """Of one message."""
@@ -165,6 +167,11 @@ class Post:
         self.size, self.rank, self.timeout_s = size, rank, timeout_s
         self._prefix = f"solrl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._seen = [("", time.monotonic())] * size
+
+    @property
+    def token(self) -> str:
+        """What only processes of this run know."""
+        return self._token
 
     def clone(self) -> Post:
         """The same boxes over a connection of its own."""
@@ -308,18 +315,18 @@ def connect(world: World, timeout_s: float) -> Iterator[Post]:
 def _open_store(world: World) -> tuple[Any, str]:
     """(a store in process 0, on a port that the system chose; the run's token)."""
     words = torch.zeros(5, dtype=torch.int64)
+    here = is_one_machine()
     listener = None
     if world.is_main:
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
+        listener = socket.create_server(("127.0.0.1" if here else "", 0))
         words[0] = listener.getsockname()[1]
         words[1:] = torch.tensor([secrets.randbits(32) for _ in range(4)])
     port, *parts = world.broadcast_(words).tolist()
     options: dict[str, Any] = {"wait_for_workers": False, "timeout": STORE_TIMEOUT}
     if listener is not None:
         options |= {"is_master": True, "master_listen_fd": listener.detach()}
-    store = dist.TCPStore("127.0.0.1", port, **options)  # type: ignore[attr-defined]
+    host = "127.0.0.1" if here or world.is_main else os.environ["MASTER_ADDR"]
+    store = dist.TCPStore(host, port, **options)  # type: ignore[attr-defined]
     return store, "".join(f"{part:08x}" for part in parts)
 
 
