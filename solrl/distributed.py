@@ -98,16 +98,17 @@ def _meeting_point() -> dict[str, Any]:
     """Where a process that the launcher has started again finds the others.
 
     With its default ("static") rendezvous the launcher's store lives on, and with it the addresses of the processes
-    that are gone, which torch would hand out again: so the same store is used under names of this start.
+    that are gone, which torch would hand out again: so the same store is used under names of this start. On several
+    machines it is left to torch: launchers there count restarts each on its own.
     """
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restart == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    restart, size = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("WORLD_SIZE", "1")
+    is_here = os.environ.get("LOCAL_WORLD_SIZE") == size
+    if restart == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not is_here:
         return {}
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ours = dist.PrefixStore(f"restart_{restart}", store)  # type: ignore[attr-defined]
-    return {"store": ours, "rank": rank, "world_size": size}
+    return {"store": ours, "rank": int(os.environ["RANK"]), "world_size": int(size)}
 
 
 class OrderFreeSum:
