@@ -41,6 +41,8 @@ SMALL: dict[str, Any] = {
     "runtime.lost_after_s": 30.0,
 }  # fmt: skip
 """Of every run here; the reward is what the config has."""
+LEAST_STEPS = 6
+"""So that there is a checkpoint to go back to when the newest is damaged."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         known, seconds = facts(), dict[str, float]()
         base = load_config("tiny_flux", SMALL | {"seed": args.seed})
-        steps = math.ceil(args.jobs / jobs_of_a_step(base))
+        steps = max(math.ceil(args.jobs / jobs_of_a_step(base)), LEAST_STEPS)
         config = load_config("tiny_flux", SMALL | {"seed": args.seed, "train.num_steps": steps})
         kinds = list(KINDS) * max(round(args.jobs / 250), 1)
         runs = {name: Path(folder) / name for name in ("undisturbed", "disturbed")}

@@ -69,13 +69,13 @@ def test_under_random_faults_no_candidate_is_lost_or_counted_twice(
 
 @pytest.mark.slow
 def test_under_accelerate_a_killed_gang_starts_again_and_goes_on_by_itself(tmp_path: Path) -> None:
-    """The embedded model on two processes: kill -9 of one, then of process 0, whose newest checkpoint is damaged."""
+    """The embedded model on two processes: kill -9 of process 0, whose newest checkpoint is damaged."""
     alone, disturbed, faults = tmp_path / "alone", tmp_path / "disturbed", tmp_path / "faults"
     assert in_child(lambda: train(run_config(alone, "colocated", num_steps=4))) == (0, "")
-    write_faults(faults, ["kill_worker", "corrupt"], 4, seed=1)
+    write_faults(faults, ["corrupt"], 4, 0)
     launch(run_config(disturbed, "shiftable", num_steps=4, runtime={"lost_after_s": 30.0}), disturbed, 2, faults, 0)
     found = compare(alone, disturbed, 4, faults)
-    assert found.is_equal and found.struck == {"kill_worker": 1, "corrupt": 1} and found.damaged == 1, found
+    assert found.is_equal and found.struck == {"corrupt": 1} and found.damaged == 1, found
     same_bits(alone, disturbed)
 
 
