@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -277,7 +278,7 @@ def test_two_arms_are_trained_reported_and_not_trained_again(
     save_config(tiny_config(tmp_path / "unused", evaluate={"every_steps": 2}), tmp_path / "base.toml")
     words = [str(tmp_path / "runs"), "--config", str(tmp_path / "base.toml"), "--tables", "4", "--seeds", "1",
              "--rewards", "shapes", "--train.num_steps", "2", "--prompts.per_step", "1"]  # fmt: skip
-    assert alignment.main(words) == 0
+    assert alignment.main([*words, "--launch", sys.executable]) == 0  # scripts/train.py, as a launcher starts it
     out = capsys.readouterr().out
     assert "0 of 2 runs have results, 2 are to be trained" in out and "that takes about" in out
     found = json.loads((tmp_path / "runs" / "alignment.json").read_text())

@@ -43,7 +43,7 @@ class Method:
 ALONE = {"explore.enabled": False}
 GRPO = ALONE | {"regenerate.solver": "euler"}
 TINY_GRPO = {
-    "prompts.per_step": 8, "train.timestep_fraction": 0.5, "train.learning_rate": 5e-4, "train.kl_weight": 0.0,
+    "prompts.per_step": 8, "train.timestep_fraction": 0.5, "train.learning_rate": 1e-4, "train.kl_weight": 0.0,
 }  # fmt: skip
 
 METHODS: dict[str, Method] = {
