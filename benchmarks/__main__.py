@@ -21,6 +21,7 @@ BENCHMARKS = {
     "update_speed": "forwards, backward and reduction of an update: eager, compiled, v_old from merged weights",
     "learning_curve": "held-out rewards of finished runs, before and after, and the curve between",
     "explorer_formats": "held-out reward after training with explorers of several number formats, several seeds each",
+    "fidelity_gate": "an explorer that takes too few steps, with and without explore.min_fidelity",
     "emulation_cost": "what emulating NVFP4 costs, against full precision",
     "quantizer_throughput": "quantizing a weight to NVFP4 on one CPU thread, beside torchao's quantizer",
     "requantize_cost": "bringing explorer and rollout tree to new weights, as a share of a step",

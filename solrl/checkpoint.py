@@ -134,7 +134,7 @@ class RunFolder:
             # without a checkpoint the run starts over, evaluation before step 1 included
             truncate_metrics(dir / "metrics.jsonl", step if checkpoint else -1)
             ledger.truncate(dir, step)
-            folder._write_settings(config, environment, warn)
+            folder._write_settings(config, environment, warn, step)
         except BaseException:
             folder.close()
             raise
@@ -154,6 +154,13 @@ class RunFolder:
         self._prune()
         return path
 
+    def note_climb(self, step: int, precision: str, proof: dict[str, Any]) -> None:
+        """environment.json says what the explorer was replaced by after ``step``, and how that was proved."""
+        path = self.dir / "environment.json"
+        facts = json.loads(path.read_text())
+        facts["climbs"] = [*facts.get("climbs", []), {"after_step": step, "precision": precision, "proof": proof}]
+        write_atomic(path, (json.dumps(facts, indent=2) + "\n").encode())
+
     def close(self) -> None:
         """Let go of the folder."""
         self._lock.close()
@@ -166,10 +173,12 @@ class RunFolder:
     ) -> None:
         self.close()
 
-    def _write_settings(self, config: Config, environment: dict[str, Any], warn: Warn = _to_stderr) -> None:
+    def _write_settings(
+        self, config: Config, environment: dict[str, Any], warn: Warn = _to_stderr, step: int = 0
+    ) -> None:
         path = self.dir / "environment.json"
         if path.is_file() and holds_results(self.dir):
-            environment = _continued(json.loads(path.read_text()), environment, warn)
+            environment = _continued(json.loads(path.read_text()), environment, warn, step)
         write_atomic(path, (json.dumps(environment, indent=2) + "\n").encode())
         _write_config(self.dir / "config.toml", config)  # last: a folder with settings can be resumed
 
@@ -375,8 +384,9 @@ def _write_config(path: Path, config: Config) -> None:
 def _check_same_run(dir: Path, before: Config, now: Config) -> None:
     """An error that names the first setting a resume would change although results depend on it."""
     old, new = (_flat(config.model_dump(mode="json", exclude_none=True)) for config in (before, now))
+    changeable = CHANGEABLE - ({"output.audit_every_steps"} if now.explore.min_fidelity else set())  # audits decide
     for key in [*old, *new]:
-        if key not in CHANGEABLE and old.get(key) != new.get(key):
+        if key not in changeable and old.get(key) != new.get(key):
             raise UsageError(
                 f"{dir}: a resume cannot change {key} ({old.get(key, 'unset')} in the run, "
                 f"{new.get(key, 'unset')} now); restore it or choose another output.dir"
@@ -390,15 +400,18 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _continued(before: dict[str, Any], now: dict[str, Any], warn: Warn) -> dict[str, Any]:
-    """The current environment; earlier ones of the same run that differ are kept under "earlier"."""
-    earlier = before.pop("earlier", [])
+def _continued(before: dict[str, Any], now: dict[str, Any], warn: Warn, step: int) -> dict[str, Any]:
+    """The current environment, with the climbs up to ``step``; earlier ones that differ are kept under "earlier"."""
+    kept = {"earlier": before.pop("earlier", [])}
+    kept["climbs"] = [climb for climb in before.pop("climbs", []) if climb["after_step"] <= step]
     # what was measured differs a little from start to start
     changed = [key for key in now if now[key] != before.get(key) and key != "proof"]
-    if not changed:
-        return {**now, "earlier": earlier} if earlier else now
-    warn(f"the environment changed since the run began ({', '.join(changed)}): results may differ in their last bits")
-    return {**now, "earlier": [*earlier, before]}
+    if changed:
+        warn(
+            f"the environment changed since the run began ({', '.join(changed)}): results may differ in their last bits"
+        )
+        kept["earlier"] = [*kept["earlier"], before]
+    return now | {name: value for name, value in kept.items() if value}
 
 
 def _last_metrics_step(dir: Path) -> int | None:

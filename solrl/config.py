@@ -143,6 +143,12 @@ class ExploreConfig(StageConfig):
     """
     tiny_decoder: str | None = None
     """Folder or hub id of a diffusers AutoencoderTiny made for the model's latents; only with decoder = tiny."""
+    min_fidelity: float = Field(0.0, ge=0, lt=1)
+    """Least rank correlation of proxy rewards and rewards over whole audited groups; 0: whatever it is.
+
+    Below it, with its whole 95 % interval, the explorer climbs and says so: two more steps at a time up to
+    regenerate.num_steps, then the next higher precision that runs here. With compile a new precision compiles anew.
+    """
     calibration_batches: int = Field(1, gt=0)
     """Micro-batches of exploration from which the static activation scales are measured at the start."""
 
@@ -363,11 +369,19 @@ class Config(Section):
             raise ValueError(f"batch.train ({self.batch.train}) must divide batch.rollout ({self.batch.rollout})")
         if self.batch.decode and self.batch.rollout % min(self.batch.decode, self.batch.rollout):
             raise ValueError(f"batch.decode ({self.batch.decode}) must divide batch.rollout ({self.batch.rollout})")
+        if self.explore.min_fidelity and not (
+            self.explore.enabled and self.regenerate.enabled and self.output.audit_every_steps and pool > 3
+        ):
+            raise ValueError(
+                "explore.min_fidelity needs both stages, output.audit_every_steps > 0 and explore.group_size > 3"
+            )
         self._decoder_and_compile()
         if self.reward.process == "shifting" and self.runtime.mode == "colocated":
             raise ValueError("reward.process = shifting needs a runtime.mode in which roles shift: set it to resident")
         if self.reward.process_gpus and self.reward.process == "off":
             raise ValueError("reward.process_gpus needs a reward.process")
+        if self.runtime.staleness and self.explore.min_fidelity:
+            raise ValueError("explore.min_fidelity and runtime.staleness exclude each other: set one to 0")
         if self.runtime.staleness and self.explore.recalibrate_every_steps:
             raise ValueError("explore.recalibrate_every_steps and runtime.staleness exclude each other: set one to 0")
         if self.num_train_timesteps < 1:

@@ -13,6 +13,10 @@ undefined: NaN from the functions of single statistics, left out of the dictiona
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -97,6 +101,32 @@ def full_fidelity(proxy: Tensor, rewards: Tensor, keep: int, present: Tensor | N
     both_ends = torch.stack(overlap(proxy, rewards, keep // 2)).mean(0)
     table = torch.cat([_statistics(proxy, rewards, keep // 2), both_ends.unsqueeze(-1)], dim=-1)
     return _means("fidelity/full_", ("spearman", "kendall", "top_rank", "bottom_rank", "overlap_k"), table)
+
+
+class Interval(NamedTuple):
+    """A mean and the ends of its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def pooled_correlation(values: Sequence[float], size: int) -> Interval:
+    """Mean of Spearman correlations of different groups of ``size`` candidates, by Fisher's z.
+
+    The error of one is sqrt(1.06 / (size - 3)) (Fieller, Hartley and Pearson 1957), or the scatter between groups where
+    that is larger. Raises ValueError for no value, or groups of three.
+    """
+    if not values or size < 4:
+        raise ValueError(f"an interval takes correlations of groups of at least 4, got {len(values)} of {size}")
+    z = torch.tensor(values, dtype=torch.float64).clamp(-1 + 1e-9, 1 - 1e-9).atanh()
+    scatter = float(z.std()) if len(z) > 1 else 0.0
+    error = max(math.sqrt(1.06 / (size - 3)), scatter) / math.sqrt(len(z))
+    middle, reach = float(z.mean()), 1.96 * error
+    return Interval(math.tanh(middle), math.tanh(middle - reach), math.tanh(middle + reach))
 
 
 def _selected(proxy: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from solrl.charts import Series, line_chart, number, sparkline, table
 from solrl.config import Config
+from solrl.gate import rung_of
 from solrl.health import MEANINGS
 from solrl.image_statistics import MEANINGS as STATISTIC_MEANINGS
 from solrl.tracking import Row
@@ -63,8 +65,8 @@ def fidelity_section(config: Config, rows: Sequence[Row]) -> str:
         f"{title}<p class=note>Do the explorer's cheap scores order candidates as full rollouts do? <em>Kept</em> "
         "values come free with every step but see only the two ends of each group, so their range is restricted: never "
         "compare them with published figures. <em>Whole-group</em> values come from audited steps, where one group is "
-        f'drawn again entirely; those are the ones to compare.</p><div class="pair">{charts}</div>'
-        f"{_fidelity_table(columns, pool, keep)}</section>"
+        f"drawn again entirely; those are the ones to compare.</p>{_climbs(config, rows)}"
+        f'<div class="pair">{charts}</div>{_fidelity_table(columns, pool, keep)}</section>'
     )
 
 
@@ -75,6 +77,20 @@ STATISTICS = {
     "bottom_rank": "mean true rank of the candidates kept as worst",
     "overlap_k": "overlap: share of those kept as best and as worst that truly are",
 }
+
+
+def _climbs(config: Config, rows: Sequence[Row]) -> str:
+    """What explore.min_fidelity did to the explorer."""
+    if not config.explore.min_fidelity:
+        return ""
+    explored, climbs = [row for row in rows if "explore/rung" in row], []
+    for before, row in pairwise(explored):
+        if rung_of(row) > rung_of(before):
+            steps = f"{row['explore/num_steps']:.0f} steps"
+            climbs.append(f"from step {row['step']:.0f} on rung {rung_of(row)} of the ladder, {steps}")
+    limit = f"explore.min_fidelity = {config.explore.min_fidelity:g}"
+    text = f"The explorer climbed, as {limit} says: {'; '.join(climbs)}" if climbs else f"Above {limit} throughout"
+    return f"<p class=note>{text}. Precisions stand in environment.json and in the ledger.</p>"
 
 
 def _perfect(name: str, size: int, keep: int) -> float:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from solrl import ledger, restart
@@ -21,11 +22,12 @@ from solrl.environment import device_name, environment, fingerprint
 from solrl.evaluate import HeldOut, encode_all
 from solrl.export import checkpoint_adapters, export_lora, pick_checkpoint
 from solrl.fidelity import full_fidelity, kept_fidelity
+from solrl.gate import too_low
 from solrl.health import StepFacts, check, clean_norms
 from solrl.images import save_grid
 from solrl.models.base import compute_dtype, lora_state
 from solrl.report import write_report
-from solrl.session import Session, StepRecord
+from solrl.session import RUNG, Session, StepRecord
 from solrl.tracking import Tracking
 from solrl.types import Interrupted, LoraPair, RewardFailed, SolrlError
 from solrl.verdict import Kind, is_evaluated, judge, stops_early
@@ -115,6 +117,8 @@ class Recorder:
             | health
             | ({"health/policy_lag": record.lag} if self.config.runtime.staleness else {})
         )
+        if self.config.explore.min_fidelity:
+            metrics |= {RUNG: self.session.rung, "explore/num_steps": self.session.config.explore.num_steps}
         due = self._is_due(step)
         if due:
             metrics |= self._evaluate(step)
@@ -123,25 +127,43 @@ class Recorder:
         for group, reason in record.selection.skipped.items():
             self.tracking.plan([f"step {step} skips {record.prompts[group]!r}: {reason}"])
         self.tracking.log(metrics)
+        self._gate()
         if due or step % self.config.output.checkpoint_every_steps == 0:
             self._save(step)
         return metrics
+
+    def _gate(self) -> None:
+        """Climb where the audits so far say so, on every rank, and tell; what follows explores on the new rung."""
+        found, session = too_low(self.config, self.tracking.history), self.session
+        if found is None:
+            return
+        step, rung = int(self.tracking.history[-1]["step"]), session.next_rung()
+        text = f"after step {step} {found} is below explore.min_fidelity = {self.config.explore.min_fidelity:g}: "
+        if rung is None:
+            self.tracking.plan(labelled("fidelity", text + "and nothing higher runs here"))
+            return
+        is_new = session.ladder[rung].precision != session.precision and session.compile_mode != "off"
+        session.climb_to(rung)
+        text += f"the explorer goes on in {session.precision_line}"
+        self.tracking.plan(labelled("fidelity", text + ("; its first step compiles" if is_new else "")))
+        if self._folder:
+            self._folder.note_climb(step, session.precision_line, session.proof)
 
     def _is_due(self, step: int) -> bool:
         every = self.config.evaluate.every_steps
         return step == self.config.train.num_steps or (every > 0 and step % every == 0)
 
     def _restore(self) -> None:
-        state = self.session.state_dict()
-        step = state["step"].clone().zero_()
-        if self._folder:
-            checkpoint = newest_checkpoint(self.config.output.dir)
-            if checkpoint:
-                checkpoint.check_base(self._base)
-                self.session.load_state_dict(checkpoint.tensors)
-                step += checkpoint.step
-                self._export_current(checkpoint.step, checkpoint.heldout)  # a kill may have come between the two
-        self.step = int(self.world.broadcast_(step))
+        checkpoint = newest_checkpoint(self.config.output.dir) if self._folder else None
+        start = torch.zeros(2, dtype=torch.int64)
+        if checkpoint:
+            checkpoint.check_base(self._base)
+            start += torch.tensor([checkpoint.step, int(checkpoint.tensors.get(RUNG, 0))])
+        self.step, rung = self.world.broadcast_(start).tolist()
+        self.session.climb_to(rung)  # together: calibration is
+        if checkpoint:
+            self.session.load_state_dict(checkpoint.tensors)
+            self._export_current(checkpoint.step, checkpoint.heldout)  # a kill may have come between the two
         state = {name: self.world.broadcast_(tensor) for name, tensor in self.session.state_dict().items()}
         self.session.load_state_dict(state)
 
@@ -210,7 +232,7 @@ class Recorder:
         self.tracking.plan(labelled("export", f"rolled back to the best checkpoint: {found}; the last is step {last}"))
 
     def _write_ledger(self, step: int, record: StepRecord) -> None:
-        config = self.config
+        config = self.session.config
         stage = config.explore if config.explore.enabled else config.regenerate
         entries = ledger.step_entries(
             record.prompts,

@@ -23,12 +23,14 @@ from solrl.distributed import start
 from solrl.environment import fingerprint
 from solrl.errors import SolrlError, UsageError
 from solrl.files import saving, temporary_of
+from solrl.gate import rung_of
 from solrl.ledger import LedgerEntry
 from solrl.prompts import step_prompts
 from solrl.rollout import call_reward, rollout
 from solrl.session import Session, open_session
 from solrl.settings import load_config
 from solrl.signals import SignalStop
+from solrl.tracking import FILE, read_metrics
 from solrl.train import run_step
 from solrl.trust import require_trust
 from solrl.types import Policy
@@ -105,7 +107,9 @@ def _advance(session: Session, run_dir: Path, step: int, report: Callable[[str],
         first = checkpoint.step
     where, again = f"checkpoint step {first}" if checkpoint else "the start", step - first
     report(f"from {where}" + (f", running {again} step{'s' * (again > 1)} again" if again else ""))
+    rungs = {row["step"]: rung_of(row) for row in read_metrics(run_dir / FILE)}
     for number in range(first + 1, step + 1):
+        session.climb_to(rungs[number])
         record = run_step(session, number, Stopwatch(session.world.device))
         drawn = [(prompt, seed) for prompt, row in zip(record.prompts, record.seeds, strict=True) for seed in row]
         if drawn != [(entry.prompt, entry.seed) for entry in ledger.read(run_dir, number)]:
@@ -113,6 +117,7 @@ def _advance(session: Session, run_dir: Path, step: int, report: Callable[[str],
                 f"step {number} draws other prompts or seeds than in {run_dir}: restore {session.config.prompts.train}"
             )
         report(f"step {number} of {step}")
+    session.climb_to(rungs[step + 1])
 
 
 def _stages(session: Session, entry: LedgerEntry) -> list[tuple[str, Policy, StageConfig, float | None]]:

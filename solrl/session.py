@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from solrl.clock import Stopwatch
 from solrl.compute import compile_, compile_mode, drawing, eagerly, repeated_blocks, use_cache_folder
-from solrl.config import Config, RegenerateConfig, StageConfig
+from solrl.config import Config, ExploreConfig, RegenerateConfig, StageConfig
 from solrl.distributed import World
 from solrl.encoding import EncodeAhead, Place
+from solrl.gate import Rung, ladder
 from solrl.groups import Selection, candidate_seed
 from solrl.learner import Learner
 from solrl.models.base import load_policy, lora_state, quiet_loading
@@ -24,13 +25,16 @@ from solrl.models.decoder import decode_slice, load_tiny_decoder, use_fast_layou
 from solrl.models.encoders import rests_on_host
 from solrl.objectives.base import open_objective
 from solrl.prompts import load_prompt_lists
-from solrl.quant.backends import choose_backend, describe
+from solrl.quant.backends import Precision, choose_backend, describe, fp8_layer
 from solrl.quant.bounds import Work, measure_work, speed_bounds
 from solrl.quant.proof import check_products, profile
 from solrl.quant.trees import RolloutTrees, SyncReport
 from solrl.rollout import rollout, score
 from solrl.scorer import ChildReward, child_devices, open_reward
 from solrl.types import Conditioning, LoraPair, PathSampler, Policy, Reward, Rollouts, Scores, Seeds
+
+RUNG = "explore/rung"
+"""Name of the rung in a checkpoint of a run with explore.min_fidelity, and in its metrics."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,14 @@ class Session:
     watched: dict[str, Reward]  # evaluated beside it, by name
     train_prompts: list[str]
     heldout_prompts: list[str]
-    precision: str
+    precision: Precision
     precision_line: str
     proof: dict[str, Any]
     compile_mode: str
     ahead: EncodeAhead
+    ladder: list[Rung]
+    """What explore.min_fidelity may climb."""
+    rung: int = 0
 
     def regions(self) -> list[nn.Module]:
         """What runs often enough to be compiled: the blocks of policy and trees, and the decoders."""
@@ -196,15 +203,50 @@ class Session:
         ):  # fmt: skip
             pass
 
+    def next_rung(self) -> int | None:
+        """The next rung of the ladder that runs here; None at its top."""
+        for number, rung in enumerate(self.ladder[self.rung + 1 :], self.rung + 1):
+            if rung.precision in (self.precision, "full") or not isinstance(fp8_layer(self.world.device), str):
+                return number
+        return None
+
+    def climb_to(self, rung: int) -> None:
+        """Explore on another rung of the ladder from now on, calibrated and proved; on every rank at once."""
+        if rung == self.rung:
+            return
+        self.rung, (num_steps, precision) = rung, self.ladder[rung]
+        explore = self.config.explore.model_copy(update={"num_steps": num_steps})
+        if precision != self.precision:
+            explore = explore.model_copy(update={"precision": precision, "backend": "auto"})
+            self.precision = precision
+            self.explorer = self.rollout_policy  # so that two explorers are never in memory
+            self.trees.replace_explorer_(choose_backend(explore, self.world.device))
+            self.explorer = _explorer(self.policy, self.trees, explore)
+            self.sync()
+        self.config = self.config.model_copy(update={"explore": explore})
+        self.prepare_explorer()
+
+    def prepare_explorer(self) -> None:
+        """Calibrate, compile, describe and prove the explorer."""
+        if self.trees.backend.number_format:
+            self.calibrate()
+        if self.compile_mode != "off":
+            compile_(self.regions(), self.compile_mode, deterministic=self.config.deterministic)
+        self.precision_line = self.describe()
+        self.proof = self.prove()
+
     def state_dict(self) -> dict[str, Tensor]:
         """What a checkpoint holds."""
         scales = {f"activation/{name}": scale for name, scale in self.trees.activation_scales().items()}
-        return self.learner.state_dict() | scales
+        rung = {RUNG: torch.tensor(self.rung)} if self.config.explore.min_fidelity else {}
+        return self.learner.state_dict() | scales | rung
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy a ``state_dict`` back; trees follow."""
+        """Copy a ``state_dict`` back; trees follow. One of another rung climbs there, which every rank has to do."""
+        self.climb_to(int(state.get(RUNG, 0)))
         scales = {name.removeprefix("activation/"): t for name, t in state.items() if name.startswith("activation/")}
-        self.learner.load_state_dict({name: t for name, t in state.items() if not name.startswith("activation/")})
+        ours = {name: t for name, t in state.items() if not name.startswith("activation/") and name != RUNG}
+        self.learner.load_state_dict(ours)
         self.trees.load_activation_scales_(scales)
         self.sync()
 
@@ -225,9 +267,7 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
     trees = RolloutTrees(
         policy.transformer, backend, explore.quantize, is_dynamic=explore.activation_scale == "dynamic"
     )
-    rollout_policy, explorer = policy.sibling(trees.rollout), policy.sibling(trees.explorer)
-    if config.explore.tiny_decoder is not None:
-        explorer = with_decoder(explorer, load_tiny_decoder(config.explore.tiny_decoder, explorer))
+    rollout_policy = policy.sibling(trees.rollout)
     session = Session(
         config=_fix_decode_slice(config, policy, world),
         world=world,
@@ -235,7 +275,7 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
         policy=policy,
         trees=trees,
         rollout_policy=rollout_policy,
-        explorer=explorer,
+        explorer=_explorer(policy, trees, explore),
         learner=Learner(policy, config, rollout_policy),
         reward=reward,
         watched=watched,
@@ -246,15 +286,12 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
         proof={},
         compile_mode=mode,
         ahead=EncodeAhead(policy, place, compiles=mode != "off"),
+        ladder=ladder(config, backend.precision),
     )
     session.sync()
-    if backend.number_format:
-        session.calibrate()
     if session.compile_mode != "off":
         use_cache_folder(world.rank)
-        compile_(session.regions(), session.compile_mode, deterministic=config.deterministic)
-    session.precision_line = session.describe()
-    session.proof = session.prove()
+    session.prepare_explorer()
     return session
 
 
@@ -267,6 +304,14 @@ def _open_trained_reward(config: Config, device: torch.device, stop: Callable[[]
         reward.name, reward.options, devices=child_devices(reward.process_gpus, device), threads=config.cpu_threads,
         timeout_s=config.runtime.job_timeout_s, stop=stop,
     )  # fmt: skip
+
+
+def _explorer(policy: Policy, trees: RolloutTrees, explore: ExploreConfig) -> Policy:
+    """What draws with the explorer's weights, and its decoder."""
+    explorer = policy.sibling(trees.explorer)
+    if explore.tiny_decoder is not None:
+        explorer = with_decoder(explorer, load_tiny_decoder(explore.tiny_decoder, explorer))
+    return explorer
 
 
 def _fix_decode_slice(config: Config, policy: Policy, world: World) -> Config:

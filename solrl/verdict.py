@@ -305,10 +305,12 @@ def _norms(config: Config, steps: Sequence[Row]) -> Iterator[Finding]:
 def _distances(config: Config, steps: Sequence[Row]) -> Iterator[float]:
     """Root mean square change of the velocity by one update, before each update but the first.
 
-    old_policy is an average with decay d, which lags d / (1 - d) updates behind; nothing where it is the policy itself.
+    old_policy is an average with decay d, which lags d / (1 - d) updates behind, and with runtime.staleness by those
+    steps more; nothing where it is the policy itself.
     """
     key = "health/velocity_old_distance"
     for number, row in enumerate(row for row in steps if key in row):
         decay = min(config.train.old_decay_rate * number, config.train.old_decay_cap)
-        if decay:
-            yield math.sqrt(row[key]) * (1 - decay) / decay
+        lag = decay / (1 - decay) + config.runtime.staleness
+        if lag:
+            yield math.sqrt(row[key]) / lag

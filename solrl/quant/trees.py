@@ -64,16 +64,24 @@ class RolloutTrees:
         self, transformer: nn.Module, backend: Backend, rules: Rules | None = None, *, is_dynamic: bool = False
     ) -> None:
         """``rules``: None for the architecture's own. ``is_dynamic``: inputs are scaled by their own amax."""
-        self.backend = backend
         self._base = _base_layers(transformer)
+        self._rules, self._is_dynamic = rules, is_dynamic
         self.rollout: nn.Module = _without_adapters(transformer)
+        self.replace_explorer_(backend)
+
+    def replace_explorer_(self, backend: Backend) -> None:
+        """``explorer`` is a new module that computes with ``backend``, neither calibrated nor proved.
+
+        Its adapted layers hold rollout's rounded weights until the next `requantize_`.
+        """
+        self.backend = backend
         self.explorer: nn.Module = self.rollout
         self.plan: list[LayerFormat] = []
         self._rows: dict[str, int] = {}
         if backend.number_format is not None:
-            rules = default_rules(self.rollout) if rules is None else rules
+            rules = default_rules(self.rollout) if self._rules is None else self._rules
             self.plan = plan_layers(self.rollout, rules, backend.number_format)
-            self.explorer = _quantized_sibling(self.rollout, self.plan, backend, is_dynamic)
+            self.explorer = _quantized_sibling(self.rollout, self.plan, backend, self._is_dynamic)
         self._pointers = self._data_pointers()
 
     @property
