@@ -88,7 +88,7 @@ def test_a_rate_too_small_to_change_an_image_is_broken(tmp_path: Path) -> None:
 def test_a_rate_far_too_high_is_broken_by_reward_and_images(tmp_path: Path) -> None:
     """A few updates throw the policy so far that its images are noise, and soon all of them score 0."""
     found = outcome(
-        tmp_path / "run", prompts={"per_step": 1}, train={"num_steps": 8, "learning_rate": 2e-2, "kl_weight": 0.0},
+        tmp_path / "run", prompts={"per_step": 1}, train={"num_steps": 11, "learning_rate": 2e-2, "kl_weight": 0.0},
         evaluate={"num_prompts": 6}, output={"audit_every_steps": 0, "checkpoint_every_steps": 20},
     )  # fmt: skip
     assert found.kind == "broken" and "worse than before training" in found.line
