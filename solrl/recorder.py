@@ -138,7 +138,8 @@ class Recorder:
         if found is None:
             return
         step, rung = int(self.tracking.history[-1]["step"]), session.next_rung()
-        text = f"after step {step} {found} is below explore.min_fidelity = {self.config.explore.min_fidelity:g}: "
+        limit = f"explore.min_fidelity = {self.config.explore.min_fidelity:g}"
+        text = f"rank correlation of whole groups is {found} after step {step}, below {limit}: "
         if rung is None:
             self.tracking.plan(labelled("fidelity", text + "and nothing higher runs here"))
             return
