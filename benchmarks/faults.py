@@ -2,7 +2,7 @@
 
 Real processes under ``accelerate launch --max_restarts``: exceptions in roles, slow and frozen processes, roles that do
 not come up, a full mailbox, kill -9 of workers and of process 0, damaged checkpoints (faulty_train.py). The model is
-the embedded one at a small size: what is tested is the runtime.
+the embedded one with few steps and candidates: what is tested is the runtime.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from solrl.errors import SolrlError
 from solrl.settings import load_config, save_config
 
 SMALL: dict[str, Any] = {
-    "model.height": 16, "model.width": 16, "lora.rank": 4, "prompts.per_step": 4, "batch.rollout": 2, "batch.train": 2,
+    "lora.rank": 4, "prompts.per_step": 4, "batch.rollout": 2, "batch.train": 2,
     "explore.group_size": 6, "explore.num_steps": 2, "explore.precision": "full", "regenerate.group_size": 2,
     "regenerate.num_steps": 2, "train.timestep_fraction": 0.5, "evaluate.every_steps": 0, "evaluate.num_prompts": 1,
     "evaluate.images_per_prompt": 2, "evaluate.num_steps": 2, "evaluate.rewards": [],
