@@ -17,7 +17,7 @@ from torch import Tensor, nn
 class Flow(nn.Module, ABC):
     """The flow-matching loss of a pipeline's transformer and text encoders."""
 
-    reader: ClassVar[str | None] = None  # the text encoder that learns to read beforehand and then stays as it is
+    reader: ClassVar[str]  # the text encoder that learns to read beforehand and then stays as it is
 
     def __init__(self, pipeline: Any) -> None:
         super().__init__()
@@ -99,6 +99,8 @@ class SD3Flow(Flow):
 
 class SanaFlow(Flow):
     """SANA: a deterministic autoencoder, Gemma's states with a mask."""
+
+    reader = "text_encoder"
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:

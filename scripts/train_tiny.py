@@ -57,10 +57,10 @@ class Round(NamedTuple):
 
 ROUNDS = [Round(2000, 0.5, 0.67, 0.33), Round(1300, 0.5, 0.67, 0.33), Round(1000, 0.5, 0.67, 0.33),
           Round(600, 0.6, 0.5, 0.3)]  # fmt: skip
-FAMILIES: dict[str, tuple[Callable[[int], Any], type[Flow]]] = {
-    "flux": (build_flux, FluxFlow),
-    "sd3": (build_sd3, SD3Flow),
-    "sana": (build_sana, SanaFlow),
+FAMILIES: dict[str, tuple[Callable[[int], Any], type[Flow], list[Round]]] = {
+    "flux": (build_flux, FluxFlow, ROUNDS),
+    "sd3": (build_sd3, SD3Flow, ROUNDS[:3]),
+    "sana": (build_sana, SanaFlow, [Round(1500, 0.5, 0.67, 0.33)]),
 }
 
 
@@ -211,31 +211,44 @@ def save_pipeline(pipeline: Any, average: nn.ModuleDict, out: Path) -> None:
 
 
 def train_pipeline(args: argparse.Namespace) -> None:
-    """Trains the tiny pipeline of `args.family` and saves it in `args.out`."""
-    build, flow = FAMILIES[args.family]
+    """Trains the tiny pipeline of `args.family` and saves it in `args.out`; from a later round on, what lies there."""
+    build, flow, _ = FAMILIES[args.family]
     pipeline = build(args.seed)
+    if args.first_round:
+        load_average(pipeline, flow, args.out)
+    else:
+        prepare(pipeline, flow, args)
+    for number, stage in enumerate(args.rounds[args.first_round :], args.first_round):
+        with quick_arithmetic():
+            train_flow(flow(pipeline), args, stage, args.seed + 1 + 2 * number)
+        load_average(pipeline, flow, args.out)
+
+
+def prepare(pipeline: Any, flow: type[Flow], args: argparse.Namespace) -> None:
+    """The autoencoder of `pipeline` reconstructs scenes and one of its text encoders reads; both are then frozen."""
     if args.vae is None:
         torch.manual_seed(args.seed)  # the autoencoder draws from the global generator
         train_vae(pipeline.vae, args)
         pipeline.vae.save_pretrained(args.out.with_name(args.out.name + "_vae"))
     else:
         pipeline.register_modules(vae=type(pipeline.vae).from_pretrained(args.vae).requires_grad_(False))
-    if flow.reader is not None:
-        encoder, tokenizer = (getattr(pipeline, flow.reader.replace("text_encoder", part)) for part in READER_PARTS)
-        teach_reading(encoder, tokenizer, steps=args.reading_steps, seed=args.seed + 2)
-    for number, stage in enumerate(args.rounds):
-        with quick_arithmetic():
-            train_flow(flow(pipeline), args, stage, args.seed + 1 + 2 * number)
-        averaged = type(pipeline).from_pretrained(args.out, dtype=torch.float32).components.items()
-        pipeline.register_modules(**{name: part for name, part in averaged if isinstance(part, nn.Module)})
-        pipeline.vae.requires_grad_(False)
+    encoder, tokenizer = (getattr(pipeline, flow.reader.replace("text_encoder", part)) for part in READER_PARTS)
+    teach_reading(encoder, tokenizer, steps=args.reading_steps, seed=args.seed + 2)
+
+
+def load_average(pipeline: Any, flow: type[Flow], folder: Path) -> None:
+    """`pipeline` has the weights in `folder`, in float32; those that flow matching leaves alone are frozen."""
+    parts = type(pipeline).from_pretrained(folder, dtype=torch.float32).components.items()
+    pipeline.register_modules(**{name: part for name, part in parts if isinstance(part, nn.Module)})
+    for name in ("vae", flow.reader):
+        getattr(pipeline, name).requires_grad_(False)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     trained = []
-    for family in FAMILIES:
+    for family, (_, _, rounds) in FAMILIES.items():
         train = commands.add_parser(family, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         train.set_defaults(run=train_pipeline, family=family, vae=None)
         train.add_argument("--out", type=Path, default=ASSETS / f"tiny_{family}", help="folder to write")
@@ -243,12 +256,15 @@ def parse_arguments() -> argparse.Namespace:
             "--rounds",
             type=Round.read,
             nargs="+",
-            default=ROUNDS,
+            default=rounds,
             metavar="ROUND",
             help="flow matching in rounds STEPS,SINGLE,GUESSED,REVERSED: share of scenes with one "
             "object, of shapes guessed and of relations reversed in the captions of two objects",
         )
-        train.add_argument("--reading-steps", type=int, default=500, help="steps in which a T5 learns to read captions")
+        train.add_argument("--first-round", type=int, default=0, help="go on from there with what lies in --out")
+        train.add_argument(
+            "--reading-steps", type=int, default=500, help="steps in which a text encoder learns to read captions"
+        )
         train.add_argument("--vae-steps", type=int, default=500, help="autoencoder steps")
         train.add_argument("--vae", type=Path, help="folder of a trained autoencoder to use instead")
         train.add_argument("--batch-size", type=int, default=64, help="scenes in a step")

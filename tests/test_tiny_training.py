@@ -1,4 +1,4 @@
-"""How the embedded models are taught: what captions are made careless, and what T5 learns to tell."""
+"""How the embedded models are taught: what captions are made careless, and what text encoders learn to tell."""
 
 from __future__ import annotations
 
@@ -55,11 +55,45 @@ def test_each_word_of_an_object_tells_its_own_colour_shape_and_side(training: Mo
     circle, square = scenes.SHAPE_NAMES.index("circle"), scenes.SHAPE_NAMES.index("square")
     left, right = (tiny_reading.SIDES.index(scenes.DIRECTIONS[name]) for name in ("left", "right"))
     texts = ["a red circle left of a blue square", "a red circle"]
-    two, one = tiny_reading.contents([scenes.parse(text) for text in texts]).tolist()
+    two, one = tiny_reading.contents([scenes.parse(text) for text in texts], causal=False).tolist()
     nothing = [tiny_reading.UNTOLD] * 3
     assert two[:3] == [[red, circle, left]] * 3 and two[5:8] == [[blue, square, right]] * 3
     assert two[3:5] == [nothing] * 2 and two[8:] == [nothing] * 4
     assert one[:3] == [[red, circle, len(tiny_reading.SIDES)]] * 3 and one[3:] == [nothing] * 9
+
+
+def test_a_causal_word_tells_what_was_said_of_its_object_so_far(training: ModuleType) -> None:
+    """Relations and the second article speak of the first object, the last two words of the second."""
+    import tiny_reading
+
+    red, blue = scenes.COLOUR_NAMES.index("red"), scenes.COLOUR_NAMES.index("blue")
+    circle, square = scenes.SHAPE_NAMES.index("circle"), scenes.SHAPE_NAMES.index("square")
+    left, right = (tiny_reading.SIDES.index(scenes.DIRECTIONS[name]) for name in ("left", "right"))
+    texts = ["a red circle left of a blue square", "a red circle on the left", "a red circle"]
+    two, placed, one = tiny_reading.contents([scenes.parse(text) for text in texts], causal=True).tolist()
+    untold = tiny_reading.UNTOLD
+    opening = [[untold] * 3] * 2 + [[red, untold, untold], [red, circle, untold]]  # <bos> a red circle
+    assert (
+        two == opening + [[red, circle, left]] * 3 + [[blue, untold, right], [blue, square, right]] + [[untold] * 3] * 3
+    )
+    assert placed == opening + [[red, circle, untold]] * 2 + [[red, circle, left]] + [[untold] * 3] * 5
+    assert one == opening + [[untold] * 3] * 8
+
+
+@pytest.mark.parametrize("build", ["build_t5", "build_gemma"])
+def test_words_and_tokens_are_one_to_one_where_an_encoder_learns_to_read(training: ModuleType, build: str) -> None:
+    """`contents` counts words; Gemma's tokenizer puts one token before them."""
+    import tiny_models
+    import tiny_steps
+
+    corpus = tiny_models.caption_corpus()
+    make = tiny_models.gemma_tokenizer if build == "build_gemma" else tiny_models.t5_tokenizer
+    tokenizer = make(corpus, tiny_models.TEXT_LENGTH)
+    before = ["<bos>"] if build == "build_gemma" else []
+    for text in corpus[:50]:
+        tokens = tokenizer.convert_ids_to_tokens(tiny_steps.caption_ids(tokenizer, [text])[0].tolist())
+        words = text.split()
+        assert [token.strip("\u2581") for token in tokens[: len(before + words)]] == before + words
 
 
 def test_a_round_is_read_from_numbers(training: ModuleType) -> None:
