@@ -49,6 +49,7 @@ CHANGEABLE = frozenset(
         "output.audit_every_steps",
         "output.trackers",
         "output.push_to",
+        "model.shard",
         "runtime.mode",
         "reward.process",
         "reward.process_gpus",

@@ -76,7 +76,7 @@ def _overview() -> str:
   trace RUN [-o FILE]
       Write who did what and when, as ui.perfetto.dev opens it.
   export RUN OUT [--step S | --best] [--raw] [--push OWNER/NAME]
-      Write a checkpoint's LoRA as diffusers loads it, and push it to the hub.
+      Write what a checkpoint trained as diffusers loads it; push it to the hub.
   doctor [--json]
       What this machine can run, and whether what learning hangs on works.
   reward-server CONFIG [--host H] [--port P] [--device D]
@@ -195,7 +195,8 @@ def _plan(words: list[str]) -> None:
         raise UsageError("--gpus is at least 1, and --efficiency above 0 and at most 1")
     import json
 
-    from solrl.plan import EFFICIENCY, Shapes, changes_that_fit, lines, make_plan
+    from solrl.plan import EFFICIENCY, changes_that_fit, lines, make_plan
+    from solrl.shapes import Shapes
 
     shapes = Shapes(config)
     plan = make_plan(config, gpu, chosen.gpus, shapes=shapes, efficiency=chosen.efficiency or EFFICIENCY)
@@ -261,9 +262,9 @@ def _trace(words: list[str]) -> None:
 
 
 def _export(words: list[str]) -> None:
-    parser = _Parser("solrl export", description="Write a checkpoint's LoRA and its model card into OUT.")
+    parser = _Parser("solrl export", description="Write what a checkpoint trained and a model card into OUT.")
     parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("out", type=Path, help="folder for the LoRA")
+    parser.add_argument("out", type=Path, help="folder for the LoRA (or the transformer, if all of it was trained)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="the checkpoint of this step (the newest)")
     which.add_argument("--best", action="store_true", help="the checkpoint with the best held-out reward")

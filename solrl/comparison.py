@@ -24,7 +24,7 @@ from solrl.distributed import World, start
 from solrl.environment import environment, fingerprint
 from solrl.errors import UsageError
 from solrl.evaluate import HeldOut, encode_all, mean_and_error, prompt_means
-from solrl.export import checkpoint_adapters, pick_checkpoint
+from solrl.export import checkpoint_weights, pick_checkpoint
 from solrl.files import saving, write_atomic
 from solrl.images import save_grid
 from solrl.launch import check_launcher
@@ -34,10 +34,11 @@ from solrl.prompts import load_prompts
 from solrl.quant.backends import FULL
 from solrl.quant.trees import RolloutTrees
 from solrl.scorer import open_reward
+from solrl.session import open_trees
 from solrl.settings import load_config
 from solrl.signals import SignalStop
 from solrl.trust import require_trust
-from solrl.types import LoraPair, Policy, Reward, Scores
+from solrl.types import LoraPair, Policy, Reward, Scores, Weights
 
 SCORES = "scores.json"
 
@@ -91,16 +92,16 @@ def compare(
     }
     with SignalStop() as stop, start(config.cpu_threads, config.deterministic) as world:
         policy = load_policy(config, world.device)
-        checkpoint.check_base(fingerprint(policy.transformer))
         use_fast_layout_(policy.vae)
+        trees, world = open_trees(policy, config, FULL, world)
+        checkpoint.check_base(fingerprint(policy.transformer))
         ema, raw = (
-            {name: _on(pair, world.device) for name, pair in checkpoint_adapters(checkpoint, config, kind).items()}
+            {name: _on(weight, world.device) for name, weight in checkpoint_weights(checkpoint, config, kind).items()}
             for kind in ("ema", "policy")
         )
-        base = {name: LoraPair(pair.a, torch.zeros_like(pair.b), pair.scale) for name, pair in ema.items()}
-        trees = RolloutTrees(policy.transformer, FULL)
+        base = _base_weights(policy, ema)
         _compile(trees, policy, config, world)
-        bench = _Bench(trees, {"base": base, "ema": ema, "raw": raw}, prompts, rewards, world, stop)
+        bench = _Bench(trees, {"base": base, "ema": ema, "raw": raw}, prompts, rewards, world, world.stopping(stop))
         results = {"run": bench.run(policy.sibling(trees.rollout), config)}
         if wanted.at_defaults:
             results["pipeline_defaults"] = bench.run(*_at_defaults(policy.sibling(trees.rollout), config))
@@ -177,7 +178,7 @@ class _Bench:
     """What all ways of drawing share."""
 
     trees: RolloutTrees
-    adapters: dict[str, dict[str, LoraPair]]
+    weights: dict[str, Weights]
     prompts: list[str]
     rewards: dict[str, Reward]
     world: World
@@ -193,12 +194,12 @@ class _Bench:
             "cfg_scale": config.model.cfg_scale,
         }
         result = Result(settings, {}, {})
-        for weights, pairs in self.adapters.items():
-            self.trees.requantize_(pairs)
+        for weights, values in self.weights.items():
+            self.trees.requantize_(values)
             clock = Stopwatch(self.world.device)
             evaluation = heldout.evaluate(policy, config, world=self.world, clock=clock, stop=self.stop)
             result.scores[weights] = evaluation.scores
-            if self.world.is_main:
+            if self.world.is_main or self.world.in_step:
                 result.grids[weights] = heldout.grid(policy, config)
         return result
 
@@ -246,8 +247,16 @@ def _options(name: str, config: Config, wanted: Comparison) -> dict[str, Any]:
     return {**own, **wanted.options.get(name, {})}
 
 
-def _on(pair: LoraPair, device: torch.device) -> LoraPair:
-    return LoraPair(pair.a.to(device), pair.b.to(device), pair.scale)
+def _on(weight: LoraPair | Tensor, device: torch.device) -> Any:
+    """An adapter on the device; another weight comes there when it is needed."""
+    return LoraPair(weight.a.to(device), weight.b.to(device), weight.scale) if isinstance(weight, LoraPair) else weight
+
+
+def _base_weights(policy: Policy, trained: Weights) -> Weights:
+    """What was there before training."""
+    pairs = {name: pair for name, pair in trained.items() if isinstance(pair, LoraPair)}
+    zeros = {name: LoraPair(pair.a, torch.zeros_like(pair.b), pair.scale) for name, pair in pairs.items()}
+    return zeros or dict(policy.transformer.named_parameters())
 
 
 def _compile(trees: RolloutTrees, policy: Policy, config: Config, world: World) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,12 @@ def drawing(policy: Policy) -> Iterator[None]:
 
 @contextmanager
 def updating(policy: Policy, *, gradient: bool) -> Iterator[None]:
-    """Inside, velocities of a loss are computed, in the dtype of the frozen weights beside float32 adapters.
+    """Inside, velocities of a loss are computed, in the dtype of the frozen weights beside float32 trained ones.
 
     The one place where compute precision differs from that of the weights.
     """
-    dtype = next(p for p in policy.transformer.parameters() if not p.requires_grad).dtype
+    parameters = chain(policy.transformer.parameters(), policy.parameters())  # full fine-tuning freezes only the rest
+    dtype = next(p for p in parameters if not p.requires_grad).dtype
     autocast: AbstractContextManager[Any] = nullcontext()
     if dtype != torch.float32:
         autocast = torch.autocast(policy.device.type, dtype)

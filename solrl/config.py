@@ -48,6 +48,12 @@ class ModelConfig(Section):
     Then that is done beside the requantizing, when neither samples nor activations take memory; otherwise beside the
     drawing of the step before. Less memory (SD3.5: 10 GiB) for about a second a step. A CPU has nothing to move.
     """
+    shard: bool = False
+    """Shard the transformer over all processes (FSDP2, `fully_shard`), for models that do not fit on one GPU.
+
+    Each holds 1/n of its weights and of the rollout tree's, and gathers one block at a time to compute; adapters and a
+    quantized explorer stay whole on each. Only with runtime.mode = colocated. One process holds everything anyway.
+    """
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about 30 % more update time."""
 
@@ -55,6 +61,12 @@ class ModelConfig(Section):
 class LoraConfig(Section):
     """The trained adapter."""
 
+    enabled: bool = True
+    """Train an adapter. Off (enabled = false): full fine-tuning of all the transformer's weights, kept in float32.
+
+    Needs a far lower train.learning_rate, and on large models model.shard; `solrl plan` says what it takes. All other
+    settings here are unused then.
+    """
     rank: int = Field(32, gt=0)
     """Rank r of every adapted layer."""
     alpha: float = Field(64, gt=0)
@@ -320,7 +332,7 @@ class OutputConfig(Section):
     trackers: tuple[str, ...] = ()
     """accelerate trackers fed beside metrics.jsonl: tensorboard, wandb, trackio, ..."""
     push_to: str | None = None
-    """OWNER/NAME of a model repository of the hub that is given the finished run's lora/; made private if it is new.
+    """OWNER/NAME of a model repository of the hub that is given the finished run's export; made private if it is new.
 
     A token or repository name that cannot work is found before the run starts, as far as this machine can tell; if the
     push fails in the end, nothing is lost and the command that repeats it is printed.
@@ -384,6 +396,17 @@ class Config(Section):
             raise ValueError("explore.min_fidelity and runtime.staleness exclude each other: set one to 0")
         if self.runtime.staleness and self.explore.recalibrate_every_steps:
             raise ValueError("explore.recalibrate_every_steps and runtime.staleness exclude each other: set one to 0")
+        if self.model.shard and self.runtime.mode != "colocated":
+            raise ValueError(
+                f"model.shard needs runtime.mode = colocated, not {self.runtime.mode}: processes that hold shares of "
+                "one model draw and train together"
+            )
+        if self.model.shard and (self.runtime.staleness or self.explore.min_fidelity or self.reward.process != "off"):
+            raise ValueError(
+                "model.shard works without runtime.staleness, explore.min_fidelity and reward.process: leave those out"
+            )
+        if self.model.init_lora and not self.lora.enabled:
+            raise ValueError("model.init_lora is an adapter's start and lora.enabled is false: leave out one of them")
         if self.num_train_timesteps < 1:
             raise ValueError(
                 f"train.timestep_fraction ({self.train.timestep_fraction}) of {self.train_stage.num_steps} steps "

@@ -8,16 +8,17 @@ rest add zero) or in 64-bit fixed point, where addition is associative.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from solrl.types import SolrlError, UsageError
+from solrl.types import Interrupted, SolrlError, UsageError
 
 FIXED_POINT_BITS = 48
 """Fraction bits of OrderFreeSum: a resolution of 3.6e-15 and sums up to 32768."""
@@ -30,6 +31,8 @@ class World:
     rank: int
     size: int
     device: torch.device
+    in_step: bool = False
+    """Whether all processes make the same calls of the transformer, which is sharded over them (solrl/sharding.py)."""
 
     @property
     def is_main(self) -> bool:
@@ -62,6 +65,29 @@ class World:
             if there is not tensor:
                 tensor.copy_(there)
         return tensor
+
+    def shares(self, number: int) -> Iterator[int]:
+        """Of 0 .. number - 1 every ``size``-th is this process's.
+
+        In step, processes that get one less than others get ``number`` as well: work to join in, for nobody.
+        """
+        mine = range(self.rank, number, self.size)
+        yield from mine
+        if self.in_step and len(mine) < -(-number // self.size):
+            yield number
+
+    def stopping(self, stop: Callable[[], None]) -> Callable[[], None]:
+        """``stop``; in step, one that raises Interrupted on all ranks where it does on one, so that none waits."""
+        return partial(self._stop_together, stop) if self.in_step else stop
+
+    def _stop_together(self, stop: Callable[[], None]) -> None:
+        asked: Interrupted | None = None
+        try:
+            stop()
+        except Interrupted as error:
+            asked = error
+        if bool(self.max_(torch.tensor(asked is not None, dtype=torch.int64))):
+            raise asked or Interrupted("stopped by another process; continue with --resume")
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

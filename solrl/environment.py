@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from solrl import __version__
+from solrl.sharding import whole
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "pillow")
 
@@ -49,7 +50,7 @@ def fingerprint(module: nn.Module, skip: str = "lora_") -> str:
                 plain = name.replace(".base_layer.", ".")
                 digest.update(f"{plain} {tuple(tensor.shape)} {tensor.dtype}".encode())
                 # copied, because numpy() forbids for good that the memory it was called on be given back
-                head = tensor.detach().flatten()[:256].to("cpu", torch.float32, copy=True)
+                head = whole(tensor.detach()).flatten()[:256].to("cpu", torch.float32, copy=True)
                 digest.update(head.contiguous().numpy().tobytes())
     return digest.hexdigest()
 

@@ -1,4 +1,4 @@
-"""The trained adapter in the layout diffusers loads, with a model card.
+"""What was trained in the layout diffusers loads, with a model card: a LoRA, or after full fine-tuning a transformer.
 
 diffusers takes alpha == rank where a file says nothing, and else what its metadata says. So alpha / rank
 is multiplied into lora_B, and the metadata says alpha == rank: every reader arrives at the same weights.
@@ -10,17 +10,23 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import safetensors.torch
+import torch
+from torch import Tensor
 
 from solrl.checkpoint import Checkpoint, best_checkpoint, list_checkpoints, newest_checkpoint, read_checkpoint
 from solrl.config import Config
 from solrl.errors import SolrlError
 from solrl.files import saving, write_atomic
-from solrl.models.base import ASSETS, WEIGHTS
+from solrl.learner import BUFFER, trained_weights
+from solrl.models.base import ASSETS, WEIGHTS, transformer_settings
 from solrl.settings import load_config
-from solrl.types import LoraPair
+from solrl.types import LoraPair, Weights
+
+TRANSFORMER = "diffusion_pytorch_model.safetensors"
+"""The file name that ``from_pretrained`` looks for in a transformer's folder."""
 
 PIPELINES = {"flux": "FluxPipeline", "sd3": "StableDiffusion3Pipeline", "sana": "SanaPipeline"}
 """Model family -> diffusers class; others load through DiffusionPipeline, which reads the class from the folder."""
@@ -64,24 +70,59 @@ def export_lora(
 
 
 def export_run(run_dir: Path, out: Path, *, step: int | Literal["best"] | None = None, raw: bool = False) -> Path:
-    """Export the averaged adapter (``raw``: the policy) of a run's checkpoint: the newest, the best, or one step's.
+    """Export the averaged weights (``raw``: the policy) of a run's checkpoint: the newest, the best, or one step's.
 
-    Loads no model: a checkpoint holds the adapters.
+    Loads no model: a checkpoint holds all that was trained.
     """
-    config, checkpoint = load_config(run_dir), pick_checkpoint(run_dir, step)
-    pairs = checkpoint_adapters(checkpoint, config, "policy" if raw else "ema")
+    return export_checkpoint(out, pick_checkpoint(run_dir, step), load_config(run_dir), raw=raw)
+
+
+def export_checkpoint(out: Path, checkpoint: Checkpoint, config: Config, *, raw: bool = False) -> Path:
+    """``out`` holds the averaged weights (``raw``: the policy) of a checkpoint: a LoRA, or a whole transformer."""
+    weights: Any = checkpoint_weights(checkpoint, config, "policy" if raw else "ema")
+    if not config.lora.enabled:
+        weights = weights | _buffers(checkpoint)
     rewards = {config.reward.name: checkpoint.heldout} if checkpoint.heldout is not None and not raw else {}
-    weights = "policy" if raw else "average (EMA)"
-    return export_lora(out, pairs, config, step=checkpoint.step, weights=weights, rewards=rewards)
+    export: Any = export_lora if config.lora.enabled else export_transformer
+    what = "policy" if raw else "average (EMA)"
+    path: Path = export(out, weights, config, step=checkpoint.step, weights=what, rewards=rewards)
+    return path
 
 
-def checkpoint_adapters(checkpoint: Checkpoint, config: Config, kind: Literal["policy", "ema"]) -> dict[str, LoraPair]:
-    """Layer name -> the adapter that a checkpoint holds: the policy itself, or its average."""
-    scale = config.lora.alpha / config.lora.rank
+def export_transformer(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    config: Config,
+    *,
+    step: int,
+    weights: str,
+    rewards: Mapping[str, float],
+) -> Path:
+    """``folder`` holds a transformer for diffusers' ``from_pretrained``, and its card; returns the weights' path.
+
+    Each file is replaced atomically; its dtype is that of the card's call. Arguments as in ``export_lora``.
+    """
+    dtype = getattr(torch, _dtype(config))
+    stored = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
+    with saving(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    path = folder / TRANSFORMER
+    write_atomic(path, safetensors.torch.save(stored, {"format": "pt", "solrl_step": str(step)}))
+    write_atomic(folder / "config.json", (json.dumps(transformer_settings(config.model), indent=2) + "\n").encode())
+    write_atomic(folder / "README.md", model_card(config, step=step, weights=weights, rewards=rewards).encode())
+    return path
+
+
+def checkpoint_weights(checkpoint: Checkpoint, config: Config, kind: Literal["policy", "ema"]) -> Weights:
+    """What a checkpoint holds of the policy itself, or of its average."""
     prefix = f"{kind}/"
-    halves = {name.removeprefix(prefix): t for name, t in checkpoint.tensors.items() if name.startswith(prefix)}
-    layers = sorted(name.removesuffix(".A") for name in halves if name.endswith(".A"))
-    return {layer: LoraPair(halves[f"{layer}.A"], halves[f"{layer}.B"], scale) for layer in layers}
+    tensors = {name.removeprefix(prefix): t for name, t in checkpoint.tensors.items() if name.startswith(prefix)}
+    return trained_weights(tensors, config)
+
+
+def _buffers(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """What a transformer's file holds beside its parameters."""
+    return {name.removeprefix(BUFFER): t for name, t in checkpoint.tensors.items() if name.startswith(BUFFER)}
 
 
 def pick_checkpoint(run_dir: Path, step: int | Literal["best"] | None) -> Checkpoint:
@@ -99,8 +140,10 @@ def pick_checkpoint(run_dir: Path, step: int | Literal["best"] | None) -> Checkp
     return checkpoint
 
 
-def model_card(config: Config, *, step: int, weights: str, layers: Sequence[str], rewards: Mapping[str, float]) -> str:
-    """The README of an exported adapter: the exact call first, then how it was trained."""
+def model_card(
+    config: Config, *, step: int, weights: str, layers: Sequence[str] = (), rewards: Mapping[str, float]
+) -> str:
+    """The README of what was exported: the exact call first, then how it was trained."""
     lora, train, explore, keep = config.lora, config.train, config.explore, config.regenerate
     measured = "".join(f"| {name} | {value:.4f} |\n" for name, value in rewards.items())
     table = f"\n| held-out reward | mean |\n|---|---|\n{measured}" if measured else ""
@@ -114,19 +157,22 @@ def model_card(config: Config, *, step: int, weights: str, layers: Sequence[str]
     guidance = f"guidance {config.model.guidance:g}, CFG {config.model.cfg_scale:g}"
     is_hub_id = not _is_embedded(config) and not Path(config.model.path).exists()
     base = f"base_model: {config.model.path}\n" if is_hub_id else ""
+    tag, title, note, size = ("", "Transformer", "", "The whole transformer")
+    if lora.enabled:
+        tag, title = "lora, ", "LoRA"
+        note = "\nalpha / rank is folded into the weights: load them at scale 1.\n"
+        size = f"Rank {lora.rank} on {len(layers)} layers ({', '.join(kinds)})"
     return f"""---
 library_name: diffusers
-tags: [text-to-image, lora, reinforcement-learning, solrl]
+tags: [text-to-image, {tag}reinforcement-learning, solrl]
 {base}---
-# LoRA of {config.model.path}, trained on the reward "{config.reward.name}"
+# {title} of {config.model.path}, trained on the reward "{config.reward.name}"
 
 ```python
 {pipeline_call(config)}
 ```
-
-alpha / rank is folded into the weights: load them at scale 1.
-
-- **Weights**: {weights}, after step {step}. Rank {lora.rank} on {len(layers)} layers ({", ".join(kinds)}).
+{note}
+- **Weights**: {weights}, after step {step}. {size}.
 - **Method**: {train.method}, {config.prompts.per_step} prompts a step; {two_stage}.
 - **Update**: AdamW, learning rate {train.learning_rate:g}, KL weight {train.kl_weight:g}, run seed {config.seed}.
 - **Evaluation**: {config.evaluate.num_steps} steps, {config.evaluate.solver}, {guidance}.
@@ -134,25 +180,28 @@ alpha / rank is folded into the weights: load them at scale 1.
 
 
 def pipeline_call(config: Config) -> str:
-    """The diffusers code that draws with the exported adapter as the run's evaluation does (with the Euler solver)."""
+    """The diffusers code that draws with what was exported as the run's evaluation does (with the Euler solver)."""
     model = config.model
     pipeline = PIPELINES.get(model.family, "DiffusionPipeline")
     setup, arguments = _family_call(config)
-    names = [pipeline, *(["FlowMatchEulerDiscreteScheduler"] if setup else [])]
+    is_full = not config.lora.enabled
+    names = [pipeline, *(["FlowMatchEulerDiscreteScheduler"] if setup else []), *(["AutoModel"] if is_full else [])]
     imports = ["import torch", f"from diffusers import {', '.join(sorted(names))}"]
     source, revision = f'"{model.path}"', f', revision="{model.revision}"' if model.revision else ""
     if _is_embedded(config):
         imports = ["from importlib.resources import files", "", *imports]
         source = f'str(files("solrl") / "assets" / "{model.path}")'
-    dtype = "torch.float32" if model.dtype == "float32" or _is_embedded(config) else "torch.bfloat16"
+    dtype, transformer = f"torch.{_dtype(config)}", ", transformer=transformer" if is_full else ""
+    load = f'transformer = AutoModel.from_pretrained("path/to/this/folder", torch_dtype={dtype})'
     return "\n".join(
         [
             *imports,
             "",
-            f"pipe = {pipeline}.from_pretrained({source}{revision}, torch_dtype={dtype})",
+            *([load] if is_full else []),
+            f"pipe = {pipeline}.from_pretrained({source}{revision}{transformer}, torch_dtype={dtype})",
             *([] if _is_embedded(config) else ['pipe.to("cuda")']),
             *setup,
-            'pipe.load_lora_weights("path/to/this/folder")',
+            *([] if is_full else ['pipe.load_lora_weights("path/to/this/folder")']),
             "image = pipe(",
             '    "a prompt",',
             f"    height={model.height},",
@@ -179,6 +228,11 @@ def _family_call(config: Config) -> tuple[list[str], list[str]]:
     arguments += ["complex_human_instruction=None", "use_resolution_binning=False"]
     arguments += [f"sigmas=torch.linspace(1, 0, {num_steps + 1}).bfloat16()[:-1].tolist()"]
     return ["pipe.scheduler = FlowMatchEulerDiscreteScheduler()"], arguments
+
+
+def _dtype(config: Config) -> str:
+    """What an export is loaded in."""
+    return "float32" if config.model.dtype == "float32" or _is_embedded(config) else "bfloat16"
 
 
 def _is_embedded(config: Config) -> bool:

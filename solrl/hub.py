@@ -1,4 +1,4 @@
-"""An exported LoRA and its model card, pushed to a model repository of the Hugging Face hub."""
+"""An exported LoRA or transformer with its model card, pushed to a model repository of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from solrl.config import Config
 from solrl.errors import SolrlError, UsageError
 
 FILES = ("README.md", "pytorch_lora_weights.safetensors")
+TRANSFORMER_FILES = ("README.md", "config.json", "diffusion_pytorch_model.safetensors")
 
 
-def push(folder: Path, repository: str, *, public: bool = False, message: str = "LoRA trained with solrl") -> str:
-    """The files of an exported LoRA are in ``repository`` (OWNER/NAME); returns the commit's address.
+def push(folder: Path, repository: str, *, public: bool = False, message: str = "trained with solrl") -> str:
+    """The files of an export are in ``repository`` (OWNER/NAME); returns the commit's address.
 
     A repository that is not there yet is made, private unless ``public``. The login is
     that of `hf auth login`, or HF_TOKEN.
@@ -21,15 +22,16 @@ def push(folder: Path, repository: str, *, public: bool = False, message: str = 
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # no answer at all
 
-    missing = [name for name in FILES if not (folder / name).is_file()]
+    files = TRANSFORMER_FILES if (folder / TRANSFORMER_FILES[-1]).is_file() else FILES
+    missing = [name for name in files if not (folder / name).is_file()]
     if missing:
-        raise SolrlError(f"{folder} is no exported LoRA: {missing[0]} is missing")
+        raise SolrlError(f"{folder} is no exported LoRA or transformer: {missing[0]} is missing")
     api = HfApi()
     try:
         api.create_repo(repository, private=not public, exist_ok=True)
         commit = api.create_commit(
             repository,
-            [CommitOperationAdd(name, str(folder / name)) for name in FILES],
+            [CommitOperationAdd(name, str(folder / name)) for name in files],
             commit_message=message,
         )
     except (OSError, HTTPError, ValueError) as error:
@@ -63,17 +65,18 @@ def check_push(repository: str | None) -> None:
 
 
 def push_run(config: Config) -> None:
-    """The ``lora`` of the finished run is at ``output.push_to``, if there is one; only the main process does it.
+    """The ``lora`` or ``transformer`` of the finished run is at ``output.push_to``, if set; the main process does it.
 
     SolrlError where the hub refuses: one line with the command that tries again.
     """
     repository, run = config.output.push_to, config.output.dir
+    folder = run / ("lora" if config.lora.enabled else "transformer")
     if repository is None or not _is_main():
         return
     try:
-        print(f"pushed: {push(run / 'lora', repository)}", flush=True)
+        print(f"pushed: {push(folder, repository)}", flush=True)
     except SolrlError as error:
-        again = shlex.join(["solrl", "export", str(run), str(run / "lora"), "--push", repository])
+        again = shlex.join(["solrl", "export", str(run), str(folder), "--push", repository])
         raise SolrlError(f"the run is complete and saved; {error}. Try again with: {again}") from error
 
 

@@ -79,7 +79,10 @@ def _check_settings(config: Config, environment: Mapping[str, str]) -> None:
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism config"),
     ):
         if is_on(variable):
-            raise UsageError(f"the launcher turns on {what}, which solrl does not use: launch with --multi_gpu only")
+            instead = " and set model.shard" if what == "FSDP" else ""
+            raise UsageError(
+                f"the launcher turns on {what}, which solrl does not use: launch with --multi_gpu only{instead}"
+            )
 
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision != "no" and not (precision == "bf16" and _computes_in_bfloat16(config, is_on("ACCELERATE_USE_CPU"))):

@@ -115,7 +115,7 @@ class Overlap:
         """The rollout trees hold what draws ``step``."""
         if self.staleness and step != self._in_trees:
             with self.crew.clock.phase("change_version"):
-                self.crew.session.sync(self.crew.session.learner.old_adapters(step - self._step))
+                self.crew.session.sync(self.crew.session.learner.old_weights(step - self._step))
             self._in_trees = step
 
     def begin(self, payload: dict[str, Any]) -> Training:

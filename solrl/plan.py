@@ -7,31 +7,19 @@ hold, by running them on the meta device (solrl/footprint.py). Seconds are float
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from solrl.config import Config
 from solrl.display import WIDTH, duration, plan_lines
 from solrl.errors import UsageError
-from solrl.footprint import peak_bytes
 from solrl.hardware import Gpu
-from solrl.models.base import DiffusersPolicy, load_policy, lora_parameters
 from solrl.models.decoder import MEMORY_SHARE, largest_slice
 from solrl.objectives.base import open_objective
-from solrl.quant.backends import FULL
-from solrl.quant.bounds import Work, measure_work
-from solrl.quant.layers import default_rules, plan_layers
-from solrl.quant.memory import TreeBytes, tree_bytes
-from solrl.quant.trees import RolloutTrees
-from solrl.types import Conditioning
+from solrl.shapes import Shapes, number_format_of
 
-META = torch.device("meta")
 GIB = 2.0**30
 EFFICIENCY = 0.22
 """Share of the dense peak: what Sol-RL's 184 s for 4608 FLUX.1 samples of 10 BF16 steps on 8 B200 come to (Table 5)."""
@@ -41,7 +29,8 @@ BYTES_PER_TRAINED = 5 * 4 + 4 + 8
 """Five float32 copies (policy, old_policy, EMA, two moments), the gradient, and its 64-bit sum."""
 BYTES_PER_UPDATED = 16
 """More of them for a moment, while gradients are summed."""
-CLIP_TOKENS = 77
+BYTES_PER_SHARDED, BYTES_PER_SHARDED_UPDATED = 6 * 4, 8
+"""The same where the trained weights are sharded: torch sums their gradients, in float32."""
 LABEL = 46
 """Columns of a line's name."""
 
@@ -115,97 +104,6 @@ class Plan:
         }
 
 
-class Shapes:
-    """A config's models on the meta device, and what one sample of each job takes."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        model = config.model.model_copy(update={"cfg_scale": 1.0, "init_lora": None, "gradient_checkpointing": False})
-        policy = load_policy(config.model_copy(update={"model": model}), META)
-        if not isinstance(policy, DiffusersPolicy):
-            raise UsageError(f"model.family {config.model.family} is your own: its shapes are not known to a plan")
-        policy.to(META)  # peft leaves adapters on the CPU
-        self.policy = policy
-        self.num_trained = sum(p.numel() for p in lora_parameters(policy.transformer, "default"))
-        self.targets = config.lora.targets or policy.lora_targets
-        self.plain = RolloutTrees(policy.transformer, FULL).rollout
-        dtype = next(p for p in policy.transformer.parameters() if not p.requires_grad).dtype
-        nn.Module.to(policy.transformer, dtype)  # autocast computes adapters in it
-        self.frozen = {name: _bytes(part) for name, part in policy.named_children() if name != "transformer"}
-        self.text_bytes = sum(size for name, size in self.frozen.items() if name.startswith("text_encoder"))
-        self.text_flops = sum(
-            2.0 * sum(p.numel() for p in part.parameters())
-            for name, part in policy.named_children()
-            if name.startswith("text_encoder")
-        )
-
-    def conditioning(self, samples: int) -> Conditioning:
-        """Encoded prompts, without having encoded any."""
-        architecture: Any = self.policy.transformer.config
-        tokens = self.config.model.max_text_tokens
-        dtype = next(self.plain.parameters()).dtype
-        width = architecture.get("joint_attention_dim") or architecture.caption_channels
-        if "pooled_projection_dim" not in architecture:
-            mask = torch.ones(samples, tokens, dtype=torch.int64, device=META)
-            return Conditioning(torch.empty(samples, tokens, width, dtype=dtype, device=META), mask=mask)
-        tokens += CLIP_TOKENS if "text_encoder_3" in self.frozen else 0  # SD3.5 appends T5's tokens to CLIP's
-        pooled = torch.empty(samples, architecture.pooled_projection_dim, dtype=dtype, device=META)
-        return Conditioning(torch.empty(samples, tokens, width, dtype=dtype, device=META), pooled)
-
-    def latents(self, samples: int) -> Tensor:
-        """Of ``samples``."""
-        return torch.empty(samples, *self.policy.latent_shape, device=META)
-
-    def velocity(self, samples: int = 1) -> Tensor:
-        """One velocity call."""
-        sigma = torch.ones(samples, device=META)
-        return self.policy.velocity(self.latents(samples), sigma, self.conditioning(samples))
-
-    def trees(self, precision: str) -> TreeBytes:
-        """What base, rollout tree and explorer take."""
-        return tree_bytes(self.plain, self.targets, precision, self.config.explore.quantize)
-
-    @functools.cache  # noqa: B019
-    def work(self, precision: str) -> Work:
-        """Floating-point operations of a sample; scoring is counted elsewhere."""
-        drawing = self.policy.sibling(self.plain)
-        sigma, prompt = torch.ones(1, device=META), self.conditioning(1)
-        rules = self.config.explore.quantize or (() if precision == "full" else default_rules(self.plain))
-        plan = [] if precision == "full" else plan_layers(self.plain, rules, _number_format(precision))
-        return measure_work(
-            self.plain,
-            plan,
-            velocity=lambda: drawing.velocity(self.latents(1), sigma, prompt),
-            decode=lambda: drawing.decode(self.latents(1)),
-            score=lambda: None,
-        )
-
-    @functools.cached_property
-    def drawing_bytes(self) -> int:
-        """Peak of a velocity call, a sample."""
-        with torch.no_grad():
-            return peak_bytes(self.velocity, self._held)
-
-    @functools.cached_property
-    def decoding_bytes(self) -> int:
-        """Peak of a decode, a sample."""
-        with torch.no_grad():
-            return peak_bytes(lambda: self.policy.decode(self.latents(1)), self._held)
-
-    @functools.cache  # noqa: B019
-    def training_bytes(self, checkpointing: bool) -> int:
-        """Peak of a forward and backward, a sample."""
-        transformer: Any = self.policy.transformer
-        (transformer.enable_gradient_checkpointing if checkpointing else transformer.disable_gradient_checkpointing)()
-        peak = peak_bytes(lambda: torch.autograd.backward(self.velocity().square().sum()), self._held)
-        transformer.zero_grad()
-        return peak
-
-    @property
-    def _held(self) -> list[Tensor]:
-        return [*self.policy.parameters(), *self.policy.buffers()]
-
-
 def make_plan(
     config: Config, gpu: Gpu, num_gpus: int, *, shapes: Shapes | None = None, efficiency: float = EFFICIENCY
 ) -> Plan:
@@ -215,7 +113,9 @@ def make_plan(
     if precision in ("fp8", "nvfp4") and gpu.tflops(precision) is None:
         raise UsageError(f"explore.precision = {precision}: a {gpu.name} has no such arithmetic; use auto or full")
     costs, notes = _reward_costs(config)
-    resident = _resident(config, shapes, precision if config.explore.enabled else "full", costs)
+    if config.model.shard:
+        notes.append("what sharding sends between GPUs takes time that is not counted")
+    resident = _resident(config, shapes, precision if config.explore.enabled else "full", costs, num_gpus)
     room = gpu.memory_gib * GIB * (1 - RESERVED) - sum(part.bytes for part in resident)
     return Plan(
         config=config,
@@ -223,7 +123,7 @@ def make_plan(
         num_gpus=num_gpus,
         precision=precision,
         resident=resident,
-        working=_working(config, shapes, room),
+        working=_working(config, shapes, room, num_gpus),
         seconds=_seconds(config, shapes, gpu, num_gpus, precision, sum(c[1] for c in costs.values()), efficiency),
         efficiency=efficiency,
         notes=notes,
@@ -249,7 +149,9 @@ def changes_that_fit(plan: Plan, shapes: Shapes) -> dict[str, Any] | None:
 def lines(plan: Plan, changes: Mapping[str, Any] | None) -> list[str]:
     """The plan as text of at most WIDTH columns; ``changes`` as changes_that_fit says."""
     config, gpu = plan.config, plan.gpu
-    policy = f"{config.model.path}, {config.model.width}x{config.model.height}, LoRA rank {config.lora.rank}"
+    trained = f"LoRA rank {config.lora.rank}" if config.lora.enabled else "full fine-tuning"
+    policy = f"{config.model.path}, {config.model.width}x{config.model.height}, {trained}"
+    policy += f", sharded over {plan.num_gpus}" if config.model.shard and plan.num_gpus > 1 else ""
     explorer = f"{plan.precision}, to be proved on the machine"
     device = f"{gpu.name}, {gpu.memory_gib:.3g} GiB"
     found = ["An estimate from shapes and a data sheet: nothing here was measured.", ""]
@@ -264,7 +166,7 @@ def lines(plan: Plan, changes: Mapping[str, Any] | None) -> list[str]:
     needed = f"  {'needed':{LABEL}} {plan.needed / GIB:6.1f} of {gpu.memory_gib:.3g}"
     found.append(f"{needed}: {'fits' if plan.fits else 'DOES NOT FIT'}")
     if not plan.fits and changes is None:
-        found.append("  No setting makes it fit; a larger GPU does (a base model is not sharded).")
+        found.append("  No setting makes it fit; larger GPUs do, or with model.shard more of them.")
     elif not plan.fits:
         found += ["  It would fit with", *(f"    --{key} {_word(value)}" for key, value in (changes or {}).items())]
     total = sum(plan.seconds.values())
@@ -278,30 +180,57 @@ def lines(plan: Plan, changes: Mapping[str, Any] | None) -> list[str]:
     return found
 
 
-def _resident(config: Config, shapes: Shapes, precision: str, costs: Mapping[str, tuple[float, float]]) -> list[Part]:
-    trees, text = shapes.trees(precision), shapes.text_bytes
+def _resident(
+    config: Config, shapes: Shapes, precision: str, costs: Mapping[str, tuple[float, float]], num_gpus: int
+) -> list[Part]:
+    text = shapes.text_bytes
     prompts = shapes.conditioning(config.prompts.per_step)
     tensors = [tensor for tensor in (prompts.embeds, prompts.pooled, prompts.mask) if tensor is not None]
     parts = [
-        Part("transformer, frozen", trees.base),
-        Part("rollout tree: merged weights of adapted layers", trees.rollout),
-        Part(f"explorer: weights in {precision}", trees.explorer),
+        *_transformers(config, shapes, precision, num_gpus),
         Part("text encoders", 0.0 if config.model.offload_encoders else text),
         Part("autoencoder", sum(shapes.frozen.values()) - text),
-        Part("adapters, optimizer, averages, gradients", shapes.num_trained * BYTES_PER_TRAINED),
         Part("encoded prompts of a step", sum(t.numel() * t.element_size() for t in tensors)),
         *(Part(f"reward {name}"[:LABEL], 4e9 * billions) for name, (billions, _) in costs.items()),
     ]
     return [part for part in parts if part.bytes]
 
 
-def _working(config: Config, shapes: Shapes, room: float) -> list[Part]:
+def _transformers(config: Config, shapes: Shapes, precision: str, num_gpus: int) -> list[Part]:
+    """Policy, reference, trees and what is trained: shares where ``model.shard`` says so."""
+    trees, trained = shapes.trees(precision), shapes.num_trained
+    is_sharded = config.model.shard and num_gpus > 1
+    n = num_gpus if is_sharded else 1
+    share = f"1/{n} of " if is_sharded else ""
+    rollout = Part(f"{share}rollout tree", trees.base / n)
+    if shapes.is_full:
+        per_weight = BYTES_PER_SHARDED if is_sharded else BYTES_PER_TRAINED
+        parts = [Part(f"{share}weights, averages, optimizer, gradients", trained * per_weight / n), rollout]
+        if config.train.kl_weight > 0 or open_objective(config).needs_reference:
+            parts.append(Part(f"{share}reference_policy", trees.base / n))
+    else:
+        merged = Part("rollout tree: merged weights of adapted layers", trees.rollout)
+        parts = [Part(f"{share}transformer, frozen", trees.base / n), rollout if is_sharded else merged]
+        parts.append(Part("adapters, optimizer, averages, gradients", trained * BYTES_PER_TRAINED))
+    parts.append(Part(f"explorer: weights in {precision}", trees.explorer + trees.unquantized * is_sharded))
+    if is_sharded:
+        block, rest = shapes.block
+        parts.append(Part("gathered: two blocks, and what is in none", (2 * block + rest) * shapes.weight_bytes))
+    return parts
+
+
+def _working(config: Config, shapes: Shapes, room: float, num_gpus: int) -> list[Part]:
     batch, both = config.batch, 2 if config.model.cfg_scale > 1 else 1
     one = shapes.decoding_bytes
     size = batch.decode or largest_slice(one, 2 * one, int(room * MEMORY_SHARE), batch.rollout)
     size = min(size, batch.rollout)
     checkpointing = config.model.gradient_checkpointing
-    training = batch.train * both * shapes.training_bytes(checkpointing) + shapes.num_trained * BYTES_PER_UPDATED
+    training = batch.train * both * shapes.training_bytes(checkpointing)
+    if shapes.is_full and config.model.shard and num_gpus > 1:  # a block's gradients, and as they are sent
+        training += shapes.block[0] * (shapes.weight_bytes + 4)
+        training += shapes.num_trained * BYTES_PER_SHARDED_UPDATED // num_gpus
+    else:
+        training += shapes.num_trained * BYTES_PER_UPDATED
     with_checkpoints = ", checkpointed" if checkpointing else ""
     encoding = [Part("encoding prompts: text encoders", shapes.text_bytes)] if config.model.offload_encoders else []
     return [
@@ -316,7 +245,7 @@ def _seconds(
     config: Config, shapes: Shapes, gpu: Gpu, num_gpus: int, precision: str, reward_tflop: float, efficiency: float
 ) -> dict[str, float]:
     """Phase -> seconds of a step; padding included."""
-    number_format = _number_format(precision)
+    number_format = number_format_of(precision)
     work, batch, both = shapes.work(precision), config.batch, 2 if config.model.cfg_scale > 1 else 1
     speed = gpu.bf16_tflops * 1e12 * efficiency
     full = both * work.velocity / speed
@@ -339,7 +268,7 @@ def _seconds(
         drawn = share(groups * regenerate.group_size)
         seconds["regenerate, decode, score"] = drawn * (regenerate.num_steps * full + rest)
     needs_reference = train.kl_weight > 0 or open_objective(config).needs_reference
-    passes = 2 + (not config.is_on_policy) + needs_reference + config.model.gradient_checkpointing
+    passes = 2 + shapes.is_full + (not config.is_on_policy) + needs_reference + config.model.gradient_checkpointing
     trained = share(groups * regenerate.group_size)
     seconds["update"] = trained * config.num_train_timesteps * passes * full
     return seconds
@@ -363,6 +292,9 @@ def _next_change(plan: Plan, config: Config) -> tuple[str, Any] | None:
         smaller = list(range(batch.train, batch.rollout, batch.train))
         if smaller:
             return "batch.rollout", smaller[-1]
+    helps = plan.num_gpus > 2 or not config.lora.enabled  # a sharded rollout tree is a copy of the base
+    if plan.num_gpus > 1 and helps and not config.model.shard and config.runtime.mode == "colocated":
+        return "model.shard", True
     if config.reward.name not in ("remote", "shapes", "ocr"):
         return "reward.name", "remote"
     if plan.precision != "full":
@@ -385,14 +317,6 @@ def _reward_costs(config: Config) -> tuple[dict[str, tuple[float, float]], list[
         else:
             notes.append(f"what the reward {name} takes is not known and not counted"[: WIDTH - 6])
     return costs, notes
-
-
-def _number_format(precision: str) -> str:
-    return precision.removeprefix("emulated_")
-
-
-def _bytes(part: nn.Module) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*part.parameters(), *part.buffers()))
 
 
 def _word(value: Any) -> str:

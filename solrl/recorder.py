@@ -6,7 +6,7 @@ to the newest checkpoint and cuts off what came after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
@@ -20,16 +20,18 @@ from solrl.clock import Stopwatch
 from solrl.display import labelled, plan_lines
 from solrl.environment import device_name, environment, fingerprint
 from solrl.evaluate import HeldOut, encode_all
-from solrl.export import checkpoint_adapters, export_lora, pick_checkpoint
+from solrl.export import export_checkpoint, pick_checkpoint
 from solrl.fidelity import full_fidelity, kept_fidelity
 from solrl.gate import too_low
 from solrl.health import StepFacts, check, clean_norms
 from solrl.images import save_grid
-from solrl.models.base import compute_dtype, lora_state
+from solrl.learner import require_fit
+from solrl.models.base import compute_dtype
 from solrl.report import write_report
 from solrl.session import RUNG, Session, StepRecord
+from solrl.sharding import whole
 from solrl.tracking import Tracking
-from solrl.types import Interrupted, LoraPair, RewardFailed, SolrlError
+from solrl.types import Interrupted, RewardFailed, SolrlError
 from solrl.verdict import Kind, is_evaluated, judge, stops_early
 
 
@@ -91,12 +93,17 @@ class Recorder:
 
     @contextmanager
     def saving_on_interrupt(self, step: int) -> Iterator[None]:
-        """Inside, a signal or a failing reward leaves a checkpoint of the step before; what ``step`` did is dropped."""
+        """Inside, a signal or a failing reward leaves a checkpoint of the step before; what ``step`` did is dropped.
+
+        Not a reward that fails where the model is sharded: the other processes are not here to give their shares.
+        """
         # Evaluation comes after the update and can be interrupted, too: then the update has to be taken back.
         self._before = {k: t.clone() for k, t in self.session.state_dict().items()} if self._is_due(step) else None
         try:
             yield
-        except (Interrupted, RewardFailed):
+        except (Interrupted, RewardFailed) as error:
+            if self.world.in_step and isinstance(error, RewardFailed):
+                raise
             if self._before is not None:
                 self.session.load_state_dict(self._before)
             if step > 1:
@@ -155,6 +162,7 @@ class Recorder:
         return step == self.config.train.num_steps or (every > 0 and step % every == 0)
 
     def _restore(self) -> None:
+        """Back to the newest checkpoint, which rank 0 reads for all."""
         checkpoint = newest_checkpoint(self.config.output.dir) if self._folder else None
         start = torch.zeros(2, dtype=torch.int64)
         if checkpoint:
@@ -162,11 +170,16 @@ class Recorder:
             start += torch.tensor([checkpoint.step, int(checkpoint.tensors.get(RUNG, 0))])
         self.step, rung = self.world.broadcast_(start).tolist()
         self.session.climb_to(rung)  # together: calibration is
+        if not self.step:
+            return
+        mine = self.session.state_dict()
+        state = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in mine.items()}
         if checkpoint:
-            self.session.load_state_dict(checkpoint.tensors)
-            self._export_current(checkpoint.step, checkpoint.heldout)  # a kill may have come between the two
-        state = {name: self.world.broadcast_(tensor) for name, tensor in self.session.state_dict().items()}
-        self.session.load_state_dict(state)
+            require_fit(checkpoint.tensors, mine)
+            state = checkpoint.tensors
+        self.session.load_state_dict({name: self.world.broadcast_(state[name]) for name in mine})
+        if checkpoint:
+            self._export(checkpoint)  # a kill may have come between the two
 
     def _open_heldout(self) -> HeldOut:
         config, session = self.config, self.session
@@ -183,8 +196,9 @@ class Recorder:
             evaluation = self.heldout.evaluate(
                 session.rollout_policy, self.config, world=self.world, clock=clock, stop=session.stop
             )
-            if self.is_main:
+            if self.is_main or self.world.in_step:
                 images, values = self.heldout.grid(session.rollout_policy, self.config)
+            if self.is_main:
                 path = self.config.output.dir / "samples" / f"step_{step:06d}.png"
                 save_grid(path, images, self.heldout.prompts[: len(images)], rewards=values, title=f"step {step}")
         finally:
@@ -193,6 +207,11 @@ class Recorder:
 
     def _save(self, step: int) -> None:
         """Checkpoint and export of the weights after ``step``, whose metrics are the last that were recorded."""
+        tensors = {}
+        for name, tensor in self.session.state_dict().items():
+            full = whole(tensor)  # which takes every process, where it is sharded
+            if self._folder:
+                tensors[name] = full.cpu() if full is not tensor else tensor
         if not self._folder:
             return
         heldout: float | None = None
@@ -201,19 +220,17 @@ class Recorder:
         if is_evaluated(self.config, last) and last["step"] == step:
             heldout = last[f"eval/{self.config.reward.name}/mean"]
             verdict = judge(self.config, self.tracking.history).kind
-        self._folder.save(Checkpoint(step, self.session.state_dict(), heldout, self._base, verdict))
-        self._export_current(step, heldout)
+        checkpoint = Checkpoint(step, tensors, heldout, self._base, verdict)
+        self._folder.save(checkpoint)
+        self._export(checkpoint)
 
-    def _export_current(self, step: int, heldout: float | None) -> None:
-        self._export(step, heldout, self.session.learner.ema, lora_state(self.session.policy.transformer, "default"))
-
-    def _export(
-        self, step: int, heldout: float | None, ema: Mapping[str, LoraPair], raw: Mapping[str, LoraPair]
-    ) -> None:
+    def _export(self, checkpoint: Checkpoint) -> None:
         folder = self.config.output.dir
-        rewards = {self.config.reward.name: heldout} if heldout is not None else {}
-        export_lora(folder / "lora", ema, self.config, step=step, weights="average (EMA)", rewards=rewards)
-        export_lora(folder / "lora_raw", raw, self.config, step=step, weights="policy", rewards={})
+        if not self.config.lora.enabled:  # the policy itself is large, and `solrl export --raw` away
+            export_checkpoint(folder / "transformer", checkpoint, self.config)
+            return
+        export_checkpoint(folder / "lora", checkpoint, self.config)
+        export_checkpoint(folder / "lora_raw", checkpoint, self.config, raw=True)
 
     def _finish(self) -> None:
         """Roll the exports back to the best checkpoint where the run was stopped early, and write the report."""
@@ -228,8 +245,7 @@ class Recorder:
         if best.step == last:
             self.tracking.plan(labelled("export", f"the last checkpoint is the best there is: {found}"))
             return
-        ema, raw = checkpoint_adapters(best, self.config, "ema"), checkpoint_adapters(best, self.config, "policy")
-        self._export(best.step, best.heldout, ema, raw)
+        self._export(best)
         self.tracking.plan(labelled("export", f"rolled back to the best checkpoint: {found}; the last is step {last}"))
 
     def _write_ledger(self, step: int, record: StepRecord) -> None:
@@ -275,9 +291,11 @@ class Recorder:
         config, learner = self.config, self.session.learner
         frozen = compute_dtype(config.model, self.world.device)
         trained = sum(p.numel() for p in learner.parameters) / 1e6
+        what = f"LoRA rank {config.lora.rank} on {len(learner.parameters) // 2} layers ({trained:.2f} M trained)"
         policy = (
             f"{config.model.path}, {config.model.width}x{config.model.height}, {str(frozen).removeprefix('torch.')}, "
-            f"LoRA rank {config.lora.rank} on {len(learner.layers)} layers ({trained:.2f} M trained)"
+            f"{what if config.lora.enabled else f'full fine-tuning of {trained:.2f} M weights'}"
+            f"{f', sharded over {self.world.size}' if self.world.in_step else ''}"
         )
         return plan_lines(
             config,

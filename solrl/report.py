@@ -46,6 +46,7 @@ FILES = {
     "checkpoints": "for <code>--resume</code>: the last three and the best",
     "lora": "the averaged adapter, for <code>pipe.load_lora_weights</code>",
     "lora_raw": "the adapter without averaging",
+    "transformer": "the averaged transformer (full fine-tuning), for <code>from_pretrained</code>",
 }
 
 

@@ -52,15 +52,16 @@ def rollout(
     """Draw ``seeds[g][n]`` for ``prompts[g]``: this rank's micro-batches, one at a time.
 
     ``conditioning`` has one row a prompt. ``stop`` is called before each micro-batch and may raise; the time goes to
-    ``phase`` of ``clock``. ``sampler`` draws in place of the stage's solver.
+    ``phase`` of ``clock``. ``sampler`` draws in place of the stage's solver. A process that only joins in draws some of
+    the samples again.
     """
     flat = [(group, seed) for group, row in enumerate(seeds) for seed in row]
     sigmas = policy.sigmas(stage.num_steps)
-    for number in range(world.rank, -(-len(flat) // batch.rollout), world.size):
+    for number in world.shares(-(-len(flat) // batch.rollout)):
         stop()
         first = number * batch.rollout
         part = flat[first : first + batch.rollout]
-        members = padded(part, batch.rollout)
+        members = padded(part or flat[:1], batch.rollout)
         with clock.phase(phase), drawing(policy):
             start, velocity = start_noise(policy, members), velocity_of(policy, conditioning, members)
             if sampler is None:
@@ -69,13 +70,14 @@ def rollout(
                 trajectory = sampler(velocity, start, sigmas, [seed for _, seed in members])
                 clean = trajectory.latents[:, -1]
             images = decode(policy, clean, batch.decode)
-        yield Rollouts(
-            index=torch.arange(first, first + len(part)),
-            prompts=[prompts[group] for group, _ in part],
-            clean=clean[: len(part)],
-            images=images[: len(part)],
-            trajectory=trajectory.rows(slice(len(part))) if trajectory else None,
-        )
+        if part:
+            yield Rollouts(
+                index=torch.arange(first, first + len(part)),
+                prompts=[prompts[group] for group, _ in part],
+                clean=clean[: len(part)],
+                images=images[: len(part)],
+                trajectory=trajectory.rows(slice(len(part))) if trajectory else None,
+            )
 
 
 Members: TypeAlias = list[tuple[int, int]]

@@ -5,6 +5,7 @@ A session draws and learns but writes nothing, so that replay can run the same s
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,18 +21,19 @@ from solrl.encoding import EncodeAhead, Place
 from solrl.gate import Rung, ladder
 from solrl.groups import Selection, candidate_seed
 from solrl.learner import Learner
-from solrl.models.base import load_policy, lora_state, quiet_loading
+from solrl.models.base import load_policy, lora_parameters, quiet_loading
 from solrl.models.decoder import decode_slice, load_tiny_decoder, use_fast_layout_, with_decoder
 from solrl.models.encoders import rests_on_host
 from solrl.objectives.base import open_objective
 from solrl.prompts import load_prompt_lists
-from solrl.quant.backends import Precision, choose_backend, describe, fp8_layer
+from solrl.quant.backends import Backend, Precision, choose_backend, describe, fp8_layer
 from solrl.quant.bounds import Work, measure_work, speed_bounds
 from solrl.quant.proof import check_products, profile
 from solrl.quant.trees import RolloutTrees, SyncReport
 from solrl.rollout import rollout, score
 from solrl.scorer import ChildReward, child_devices, open_reward
-from solrl.types import Conditioning, LoraPair, PathSampler, Policy, Reward, Rollouts, Scores, Seeds
+from solrl.sharding import shard_
+from solrl.types import Conditioning, PathSampler, Policy, Reward, Rollouts, Scores, Seeds, Weights
 
 RUNG = "explore/rung"
 """Name of the rung in a checkpoint of a run with explore.min_fidelity, and in its metrics."""
@@ -82,6 +84,7 @@ class Session:
     def regions(self) -> list[nn.Module]:
         """What runs often enough to be compiled: the blocks of policy and trees, and the decoders."""
         transformers = [self.policy.transformer, self.trees.rollout, self.trees.explorer]
+        transformers += [self.learner.reference.transformer] if self.learner.reference else []
         decoders = [self.policy.vae.decoder, self.explorer.vae.decoder]
         return [block for transformer in transformers for block in repeated_blocks(transformer)] + decoders
 
@@ -111,9 +114,9 @@ class Session:
         """What draws a stage: the objective's own sampler, if it has one, all that is regenerated; None: its solver."""
         return self.learner.objective.sampler(self.config) if isinstance(stage, RegenerateConfig) else None
 
-    def sync(self, adapters: dict[str, LoraPair] | None = None) -> SyncReport:
-        """Put ``adapters`` (by default old_policy's) into rollout tree and explorer, in place."""
-        return self.trees.requantize_(adapters or lora_state(self.policy.transformer, "old"))
+    def sync(self, weights: Weights | None = None) -> SyncReport:
+        """Put ``weights`` (by default old_policy's) into rollout tree and explorer, in place."""
+        return self.trees.requantize_(weights or self.learner.old_weights())
 
     def calibrate(self) -> None:
         """Measure the explorer's static activation scales on fixed prompts and seeds, the same on every rank."""
@@ -142,7 +145,7 @@ class Session:
 
     def prove(self) -> dict[str, Any]:
         """Prove what the explorer computes, for environment.json; on a GPU also by the kernels that ran."""
-        proof = self.trees.prove(lora_state(self.policy.transformer, "old"))
+        proof = self.trees.prove(self.learner.old_weights())
         if proof is None:
             return {}
         found = proof.as_dict()
@@ -262,21 +265,24 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
     watched = {name: open_reward("evaluate.rewards", name, {}) for name in others}
     policy = load_policy(config, world.device)
     use_fast_layout_(policy.vae)
-    explore, mode = config.explore, compile_mode(config, world.device)
+    mode = compile_mode(config, world.device)
     place: Place = "requantize" if rests_on_host(config.model, world.device) else "draw"
-    trees = RolloutTrees(
-        policy.transformer, backend, explore.quantize, is_dynamic=explore.activation_scale == "dynamic"
-    )
+    reference = None
+    if not config.lora.enabled and (config.train.kl_weight > 0 or open_objective(config).needs_reference):
+        reference = policy.sibling(copy.deepcopy(policy.transformer))
+    trees, world = open_trees(policy, config, backend, world)
+    if reference is not None:
+        shard_(reference.transformer, world) if world.in_step else reference.transformer.to(world.device)
     rollout_policy = policy.sibling(trees.rollout)
     session = Session(
         config=_fix_decode_slice(config, policy, world),
         world=world,
-        stop=stop,
+        stop=world.stopping(stop),
         policy=policy,
         trees=trees,
         rollout_policy=rollout_policy,
-        explorer=_explorer(policy, trees, explore),
-        learner=Learner(policy, config, rollout_policy),
+        explorer=_explorer(policy, trees, config.explore),
+        learner=Learner(policy, config, rollout_policy, reference),
         reward=reward,
         watched=watched,
         train_prompts=train_prompts,
@@ -312,6 +318,35 @@ def _explorer(policy: Policy, trees: RolloutTrees, explore: ExploreConfig) -> Po
     if explore.tiny_decoder is not None:
         explorer = with_decoder(explorer, load_tiny_decoder(explore.tiny_decoder, explorer))
     return explorer
+
+
+def open_trees(policy: Policy, config: Config, backend: Backend, world: World) -> tuple[RolloutTrees, World]:
+    """The policy's rollout trees; its transformer and theirs are on the device, and sharded if ``model.shard`` says so.
+
+    What is trained is float32 after. The world says whether its processes have to be in step from now on.
+    """
+    shards = config.model.shard and world.size > 1
+    transformer, explore, is_full = policy.transformer, config.explore, not config.lora.enabled
+    if not shards:
+        transformer.to(world.device)
+    trees = RolloutTrees(
+        transformer,
+        backend,
+        explore.quantize,
+        is_dynamic=explore.activation_scale == "dynamic",
+        has_adapters=not is_full,
+        device=world.device,
+    )
+    dtype = next(trees.rollout.parameters()).dtype
+    if is_full:
+        for parameter in transformer.parameters():
+            parameter.data = parameter.data.float()
+            parameter.requires_grad_()
+    if shards:
+        adapters = [] if is_full else [p for name in ("default", "old") for p in lora_parameters(transformer, name)]
+        shard_(transformer, world, replicated=adapters, dtype=dtype if is_full else None)
+        trees.shard_(world)
+    return trees, replace(world, in_step=shards)
 
 
 def _fix_decode_slice(config: Config, policy: Policy, world: World) -> Config:

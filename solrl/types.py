@@ -7,7 +7,7 @@ B samples in a micro-batch, T trained timesteps per sample, C/H/W image channels
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
 
@@ -116,6 +116,13 @@ class LoraPair:
     a: Tensor  # [rank, in] float32
     b: Tensor  # [out, rank] float32
     scale: float
+
+
+Weights: TypeAlias = Mapping[str, LoraPair | Tensor]
+"""What is trained: adapters by the layer's name; in full fine-tuning all the transformer's parameters by theirs.
+
+The latter may be sharded (solrl/sharding.py).
+"""
 
 
 @dataclass(frozen=True)

@@ -247,6 +247,20 @@ def test_flags_that_make_no_sense_say_so(flags: list[str], words: str) -> None:
         read_flags(flags)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model.shard": True, "runtime.mode": "shiftable"}, "model.shard needs runtime.mode = colocated"),
+        ({"model.shard": True, "runtime.staleness": 1}, "model.shard works without runtime.staleness"),
+        ({"lora.enabled": False, "model.init_lora": "some/lora"}, "init_lora is an adapter's start and lora.enabled"),
+    ],
+)
+def test_what_sharding_and_full_fine_tuning_cannot_go_with_is_said(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        load_config("tiny_flux", changes)
+    assert len(str(caught.value).splitlines()) == 1
+
+
 @given(
     seed=st.integers(0, 2**63 - 1),
     rate=st.floats(1e-12, 1e3),

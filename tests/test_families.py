@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from solrl.export import export_lora
+from solrl.checkpoint import Checkpoint
+from solrl.export import checkpoint_weights, export_checkpoint, export_lora
 from solrl.groups import noise
+from solrl.learner import Learner
 from solrl.models import adapter, load_policy, lora_state
 from solrl.models.base import WEIGHTS, DiffusersPolicy
 from solrl.quant.backends import FULL
@@ -142,13 +145,38 @@ def test_an_exported_adapter_draws_our_image_by_the_call_on_its_card(
     ours = policy.decode(draw(policy, PROMPTS[:1]))
     assert (ours - before).abs().max() > 1e-2
     export_lora(tmp_path, lora_state(policy.transformer, "default"), policy_config(policy), step=1, weights="policy")
-    code = re.search(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
+    assert (drawn_by_card(tmp_path, policy) - ours).abs().max() < 1e-4
+
+
+def drawn_by_card(folder: Path, policy: DiffusersPolicy) -> Any:
+    """The image of the first prompt by the code on an export's card."""
+    code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     assert code is not None
-    lines = code[1].replace("path/to/this/folder", str(tmp_path)).replace('pipe.to("cuda")\n', "")
+    lines = code[1].replace("path/to/this/folder", str(folder)).replace('pipe.to("cuda")\n', "")
     lines = lines.replace('"a prompt",', f'{PROMPTS[0]!r}, latents=latents, output_type="pt",')
     names: dict[str, Any] = {"latents": noise([0], policy.latent_shape)}
     exec(lines.replace(".images[0]", ".images"), names)
-    assert (names["image"] - ours).abs().max() < 1e-4
+    return names["image"]
+
+
+def test_an_exported_transformer_draws_our_image_by_the_call_on_its_card(
+    family: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    sections: dict[str, dict[str, Any]] = {"lora": {"enabled": False}, "train": {"old_decay_rate": 0.0}}
+    policy, config = load(family, folders, **sections), family_config(family, folders[family], **sections)
+    learner = Learner(policy, config)
+    before = policy.decode(draw(policy, PROMPTS[:1]))
+    with torch.no_grad():
+        for number, weight in enumerate(learner.parameters):
+            weight += noise([number], weight.shape)[0] * 0.02
+    ours = policy.decode(draw(policy, PROMPTS[:1]))
+    assert (ours - before).abs().max() > 1e-2
+    checkpoint = Checkpoint(1, learner.state_dict())
+    path = export_checkpoint(tmp_path, checkpoint, config, raw=True)
+    assert load_file(path).keys() == policy.transformer.state_dict().keys()
+    assert (drawn_by_card(tmp_path, policy) - ours).abs().max() < 1e-4
+    weights = checkpoint_weights(checkpoint, config, "ema")
+    assert weights.keys() == dict(policy.transformer.named_parameters()).keys()
 
 
 def test_a_run_starts_from_an_exported_adapter(family: str, folders: dict[str, Path], tmp_path: Path) -> None:

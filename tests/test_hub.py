@@ -139,7 +139,7 @@ def test_a_refusal_is_one_line_that_names_the_folder(hub: Hub, tmp_path: Path) -
 
 
 def test_what_is_no_lora_is_not_pushed(tmp_path: Path) -> None:
-    with pytest.raises(SolrlError, match=r"no exported LoRA: README\.md is missing"):
+    with pytest.raises(SolrlError, match=r"no exported LoRA or transformer: README\.md is missing"):
         push(tmp_path, "me/lora")
     with pytest.raises(SolrlError, match=r"cannot push .* to me/lora: .*offline"):
         push(lora(tmp_path / "lora"), "me/lora")

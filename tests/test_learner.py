@@ -197,6 +197,27 @@ def test_old_policy_from_merged_weights_takes_the_same_step_up_to_rounding_and_s
     assert float((apart > 1e-5).float().mean()) < 0.01
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_full_fine_tuning_starts_on_policy_and_at_its_reference_and_moves_what_is_drawn(dtype: str) -> None:
+    """The rollout tree's rounded weights and the float32 ones that train give the same velocity, bit for bit."""
+    from solrl.session import open_session
+
+    train = {"learning_rate": 1e-4, "kl_weight": 0.1}
+    session = open_session(tiny_config(model={"dtype": dtype}, lora={"enabled": False}, train=train), ALONE, never)
+    some, rollout = session.learner, session.trees.rollout
+    before = [p.detach().clone() for p in rollout.parameters()]
+    assert all(p.dtype == torch.float32 and p.requires_grad for p in some.parameters)
+    metrics = some.update(training_set(some.policy), ALONE, never)
+    assert metrics["health/velocity_old_distance"] == metrics["loss/kl"] == 0 < metrics["grad_norm"]
+    assert session.sync().num_layers == len(before)
+    after = zip(rollout.parameters(), before, some.old_parameters, strict=True)
+    assert all(torch.equal(now, old.to(now.dtype)) for now, _, old in after)
+    moved = [not torch.equal(now, then) for now, then in zip(rollout.parameters(), before, strict=True)]
+    assert sum(moved) > 0.8 * len(moved) and session.learner.reference is not None
+    again = some.update(training_set(some.policy), ALONE, never)
+    assert again["loss/kl"] > 0 and again["health/velocity_old_distance"] > 0
+
+
 def test_old_policy_from_merged_weights_needs_them() -> None:
     config = tiny_config(train={"old_from_rollout": True})
     with pytest.raises(SolrlError, match="old_from_rollout needs the rollout policy"):

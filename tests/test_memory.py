@@ -114,8 +114,12 @@ def test_the_formula_is_what_real_trees_own(precision: str, backend: Backend) ->
     base = _storages(adapted)
     rollout = {pointer: size for pointer, size in _storages(trees.rollout).items() if pointer not in base}
     explorer = {pointer: size for pointer, size in _storages(trees.explorer).items() if pointer not in base | rollout}
+    shared = [size for pointer, size in _storages(trees.explorer).items() if pointer not in explorer]
     assert tree_bytes(plain, TARGETS, precision) == TreeBytes(
-        sum(parameter.numel() * 4 for parameter in plain.parameters()), sum(rollout.values()), sum(explorer.values())
+        sum(parameter.numel() * 4 for parameter in plain.parameters()),
+        sum(rollout.values()),
+        sum(explorer.values()),
+        sum(shared) if explorer else 0,
     )
 
 

@@ -75,7 +75,7 @@ def test_old_policy_is_the_version_that_drew_and_a_step_without_update_counts(st
         history.append(([p.detach().clone() for p in newest], some.step))
         for ahead in range(staleness + 1):  # what draws step + 1 + ahead
             expected, version = history[max(step + ahead - staleness, 0)]
-            pairs = some.old_adapters(ahead).values()
+            pairs = some.old_weights(ahead).values()
             found = [matrix for pair in pairs for matrix in (pair.a, pair.b)]
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
             assert some.old_versions[ahead] == version

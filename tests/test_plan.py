@@ -19,8 +19,9 @@ from solrl.hardware import GPUS, Gpu, find_gpu
 from solrl.models.architectures import PUBLISHED
 from solrl.models.base import load_policy, lora_parameters
 from solrl.models.skeleton import skeleton_pipeline
-from solrl.plan import GIB, Shapes, changes_that_fit, lines, make_plan
+from solrl.plan import GIB, changes_that_fit, lines, make_plan
 from solrl.settings import load_config, shipped_configs
+from solrl.shapes import Shapes
 from tests.parts import CPU, tiny_config
 
 META = torch.device("meta")
@@ -117,6 +118,29 @@ def test_checkpoints_and_smaller_batches_make_an_update_fit(shapes: Shapes) -> N
     hopeless = make_plan(config, none, 1, shapes=shapes)
     assert changes_that_fit(hopeless, shapes) is None
     assert any("No setting makes it fit" in line for line in lines(hopeless, None))
+
+
+def test_sharding_divides_what_full_fine_tuning_holds_and_is_what_makes_it_fit() -> None:
+    sections = {"lora": {"enabled": False}, "explore": {"precision": "nvfp4"}}
+    config, b200 = tiny_config(**sections), find_gpu("b200")
+    shapes = Shapes(config)
+    assert shapes.num_trained == sum(p.numel() for p in shapes.plain.parameters())
+    plan = make_plan(config, b200, 4, shapes=shapes)
+    sharded = tiny_config(model={"shard": True}, **sections)
+    shared = {part.what: part.bytes for part in make_plan(sharded, b200, 4, shapes=shapes).resident}
+    whole = {part.what: part.bytes for part in plan.resident}
+    assert whole["weights, averages, optimizer, gradients"] == 32 * shapes.num_trained
+    assert shared["1/4 of weights, averages, optimizer, gradients"] == 24 * shapes.num_trained / 4
+    for name in ("rollout tree", "reference_policy"):
+        assert shared[f"1/4 of {name}"] == whole[name] / 4 == 2 * shapes.num_trained / 4
+    explorer = "explorer: weights in nvfp4"
+    assert whole[explorer] < shared[explorer] < whole[explorer] + whole["rollout tree"], (
+        "what is not quantized is whole"
+    )
+    small = dataclasses.replace(b200, memory_gib=0.7 * plan.needed / GIB)
+    tight = make_plan(config, small, 4, shapes=shapes)
+    assert not tight.fits and "model.shard" in (changes_that_fit(tight, shapes) or {})
+    assert changes_that_fit(make_plan(config, small, 1, shapes=shapes), shapes) is None, "nobody to share with"
 
 
 def test_seconds_follow_work_and_gpus(shapes: Shapes) -> None:

@@ -245,7 +245,7 @@ def test_a_sync_that_does_not_arrive_is_an_error(monkeypatch: pytest.MonkeyPatch
             trees.requantize_(scaled(adapters, 3))
     trees = ready(model)
     with monkeypatch.context() as patch:
-        patch.setattr(trees_module, "_weight_of", lambda tree, name: tree.get_submodule(name).weight.detach().clone())
+        patch.setattr(trees_module, "_parameter", lambda tree, name: tree.get_parameter(name).detach().clone())
         with pytest.raises(SolrlError, match="rollout tree's weight is not the merged one"):
             trees.requantize_(scaled(adapters, 3))
 

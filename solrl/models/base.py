@@ -110,6 +110,11 @@ class DiffusersPolicy(Policy):
         """The empty prompt, encoded."""
         return self.encode([""])
 
+    @property
+    def device(self) -> torch.device:
+        """See Policy; a transformer that is to be sharded still waits on the CPU."""
+        return next(iter(self.vae.parameters())).device
+
     @abstractmethod
     def predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """The transformer's own velocity, float32, without classifier-free guidance."""
@@ -156,6 +161,7 @@ def load_policy(config: Config, device: torch.device) -> Policy:
     """The policy a config names, on ``device``: frozen weights, equal adapters "default" (active) and "old".
 
     A layer's initial adapter is A ~ N(0, 1/rank) and B = 0, drawn from the run seed, or what ``model.init_lora`` holds.
+    Without ``lora.enabled`` there are none.
     """
     policy: Policy = find_class("model.family", config.model.family, FAMILIES)(config.model, device)
     policy.requires_grad_(False).eval()
@@ -168,7 +174,8 @@ def load_policy(config: Config, device: torch.device) -> Policy:
             "does not know: set it to 0, or derive from DiffusersPolicy"
         )
     lora = config.lora if config.lora.targets else config.lora.model_copy(update={"targets": policy.lora_targets})
-    add_adapters(policy.transformer, lora, config.seed)
+    if lora.enabled:
+        add_adapters(policy.transformer, lora, config.seed)
     if config.model.init_lora is not None:
         start_adapters_from(policy.transformer, config.model.init_lora, lora)
     if config.model.gradient_checkpointing:
@@ -187,10 +194,23 @@ def model_source(model: ModelConfig) -> str:
     return model.path
 
 
+def transformer_settings(model: ModelConfig) -> dict[str, Any]:
+    """The transformer's config.json; of a hub id, the file that was loaded with it."""
+    from huggingface_hub import hf_hub_download
+
+    folder = Path(model_source(model))
+    file = folder / "transformer" / "config.json"
+    if not folder.is_dir():
+        file = Path(hf_hub_download(model.path, "transformer/config.json", revision=model.revision))
+    settings: dict[str, Any] = json.loads(file.read_text())
+    return settings
+
+
 def load_pipeline(pipeline_class: Any, model: ModelConfig, device: torch.device) -> Any:
     """A diffusers pipeline of ``pipeline_class`` with its modules on ``device``; a SolrlError says what is missing.
 
-    On the meta device there are no weights, and nothing is downloaded (solrl/models/skeleton.py).
+    With ``model.shard`` the transformer stays on the CPU, from where it is sharded (solrl/sharding.py). On the meta
+    device there are no weights, and nothing is downloaded (solrl/models/skeleton.py).
     """
     from safetensors import SafetensorError
 
@@ -215,7 +235,8 @@ def load_pipeline(pipeline_class: Any, model: ModelConfig, device: torch.device)
     for name, module in pipeline.components.items():
         if isinstance(module, nn.Module):
             rests = name.startswith("text_encoder") and rests_on_host(model, device)
-            module.to("cpu" if rests else device)
+            waits = name == "transformer" and model.shard
+            module.to("cpu" if rests or waits else device)
             for parameter in module.parameters():
                 # Memory-mapped weights lie at odd addresses, on which a CPU's kernels round differently.
                 parameter.data = parameter.data.clone()
@@ -342,7 +363,7 @@ def lora_state(transformer: nn.Module, name: str) -> dict[str, LoraPair]:
     }
 
 
-def lora_parameters(transformer: nn.Module, name: str) -> list[Tensor]:
+def lora_parameters(transformer: nn.Module, name: str) -> list[nn.Parameter]:
     """The adapter's parameters: A and B of each layer, in the order of ``lora_state``."""
     layers = _adapter_layers(transformer).values()
     return [matrix[name].weight for layer in layers for matrix in (layer.lora_A, layer.lora_B)]

@@ -6,6 +6,7 @@ and scales of quantized layers, and shares the rollout tree's storages for what 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ class TreeBytes:
     """Added by the rollout tree."""
     explorer: int
     """Added by the explorer; 0 in full precision, where it is the rollout tree."""
+    unquantized: int = 0
+    """What the explorer takes from the rollout tree's storages, and has to hold itself where those are sharded."""
 
     @property
     def added(self) -> int:
@@ -50,7 +53,9 @@ def tree_bytes(transformer: nn.Module, targets: Sequence[str], precision: str, r
     number_format = "fp8" if precision == "fp8" else "nvfp4"
     plan = plan_layers(transformer, default_rules(transformer) if rules is None else rules, number_format)
     kept = next(transformer.parameters()).element_size() if precision == "emulated_nvfp4" else 0
-    return TreeBytes(base, rollout, sum(layer_bytes(layer, dequantized=kept) for layer in plan))
+    size = next(transformer.parameters()).element_size()
+    quantized = sum(size * math.prod(layer.shape) for layer in plan if layer.format != "full")
+    return TreeBytes(base, rollout, sum(layer_bytes(layer, dequantized=kept) for layer in plan), base - quantized)
 
 
 def layer_bytes(layer: LayerFormat, *, dequantized: int = 0) -> int:

@@ -23,6 +23,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from solrl.distributed import World
 from solrl.errors import SolrlError
 from solrl.quant.backends import Backend
 from solrl.quant.layers import (
@@ -37,7 +38,8 @@ from solrl.quant.layers import (
 from solrl.quant.linear import Place, QuantLinear, SharedInput
 from solrl.quant.nvfp4 import BlockCounts, count_blocks
 from solrl.quant.proof import Proof, prove
-from solrl.types import LoraPair
+from solrl.sharding import fill_, local, shard_, whole
+from solrl.types import LoraPair, Weights
 
 HEADROOM = 16.0
 """Static activation scales allow for this many times the largest magnitude seen in calibration: free (see nvfp4.py)."""
@@ -61,12 +63,24 @@ class RolloutTrees:
     """
 
     def __init__(
-        self, transformer: nn.Module, backend: Backend, rules: Rules | None = None, *, is_dynamic: bool = False
+        self,
+        transformer: nn.Module,
+        backend: Backend,
+        rules: Rules | None = None,
+        *,
+        is_dynamic: bool = False,
+        has_adapters: bool = True,
+        device: torch.device | None = None,
     ) -> None:
-        """``rules``: None for the architecture's own. ``is_dynamic``: inputs are scaled by their own amax."""
-        self._base = _base_layers(transformer)
-        self._rules, self._is_dynamic = rules, is_dynamic
-        self.rollout: nn.Module = _without_adapters(transformer)
+        """``rules``: None for the architecture's own. ``is_dynamic``: inputs are scaled by their own amax.
+
+        Without adapters (full fine-tuning) no storage is shared with the transformer. ``device``: where the explorer's
+        layers are quantized and stay, one after another; None: where they are.
+        """
+        self._base = _base_layers(transformer) if has_adapters else {}
+        self._rules, self._is_dynamic, self._device = rules, is_dynamic, device
+        self.rollout: nn.Module = _without_adapters(transformer) if has_adapters else _frozen_copy(transformer, {})
+        self._followed = [f"{name}.weight" for name in self._base] or [n for n, _ in self.rollout.named_parameters()]
         self.replace_explorer_(backend)
 
     def replace_explorer_(self, backend: Backend) -> None:
@@ -81,7 +95,14 @@ class RolloutTrees:
         if backend.number_format is not None:
             rules = default_rules(self.rollout) if self._rules is None else self._rules
             self.plan = plan_layers(self.rollout, rules, backend.number_format)
-            self.explorer = _quantized_sibling(self.rollout, self.plan, backend, self._is_dynamic)
+            self.explorer = _quantized_sibling(self.rollout, self.plan, backend, self._is_dynamic, self._device)
+        self._is_apart = False  # whether the explorer has weights of its own for what is not quantized
+        self._pointers = self._data_pointers()
+
+    def shard_(self, world: World) -> None:
+        """The rollout tree's weights are shares from now on; an explorer in another format stays whole."""
+        shard_(self.rollout, world)
+        self._is_apart = self.explorer is not self.rollout
         self._pointers = self._data_pointers()
 
     @property
@@ -101,10 +122,13 @@ class RolloutTrees:
         return lines
 
     @torch.no_grad()
-    def requantize_(self, adapters: Mapping[str, LoraPair]) -> SyncReport:
-        """Merge ``adapters`` into both trees, in place. Raises a SolrlError unless every buffer provably followed."""
-        self._check_bound(adapters)
-        changes = [self._sync(name, _merge(base, adapters[name], name)) for name, base in self._base.items()]
+    def requantize_(self, weights: Weights) -> SyncReport:
+        """Put ``weights`` into both trees, in place; adapters are merged, what is sharded is gathered, one by one.
+
+        Raises a SolrlError unless every buffer provably followed.
+        """
+        self._check_bound(weights)
+        changes = [self._sync(name, self._wanted(name, weights)) for name in self._followed]
         if self._data_pointers() != self._pointers:
             raise SolrlError("a weight of a rollout tree was replaced instead of filled in place; build the trees anew")
         return SyncReport(len(changes), max(change for change, _ in changes), sum(count for _, count in changes))
@@ -115,14 +139,15 @@ class RolloutTrees:
         return {name: calls * layers.count(name) for name in sorted(set(layers))}
 
     @torch.no_grad()
-    def prove(self, adapters: Mapping[str, LoraPair]) -> Proof | None:
-        """Prove that each quantized layer holds the weight that ``adapters`` give it and computes in its format.
+    def prove(self, weights: Weights) -> Proof | None:
+        """Prove that each quantized layer holds the weight that ``weights`` give it and computes in its format.
 
         None for full precision. Raises a SolrlError that names the first layer that fails (solrl/quant/proof.py).
         """
         if self.explorer is self.rollout:
             return None
-        return prove((layer, self._wanted_weight(name, adapters)) for name, layer in self.quant_layers().items())
+        layers = self.quant_layers().items()
+        return prove((layer, self._wanted(f"{name}.weight", weights).flatten(1)) for name, layer in layers)
 
     @contextmanager
     def calibration(self) -> Iterator[None]:
@@ -191,48 +216,62 @@ class RolloutTrees:
         """Quantized layers that compute with a static amax."""
         return {name: layer for name, layer in self.quant_layers().items() if layer.needs_calibration}
 
-    def _wanted_weight(self, name: str, adapters: Mapping[str, LoraPair]) -> Tensor:
-        """[out, in] float32."""
-        if name in self._base:
-            return _merge(self._base[name], adapters[name], name)
-        return _weight_of(self.rollout, name).flatten(1).float()
+    def _wanted(self, name: str, weights: Weights) -> Tensor:
+        """What ``weights`` make of a parameter, float32."""
+        given = weights.get(name.removesuffix(".weight") if self._base else name)
+        if isinstance(given, LoraPair):
+            layer = name.removesuffix(".weight")
+            return _merge(self._base[layer], given, layer)
+        stored = _parameter(self.rollout, name)
+        wanted = whole(stored if given is None else given).to(stored.device, torch.float32)
+        if not bool(wanted.isfinite().all()):
+            raise SolrlError(f"{name} holds non-finite values")
+        return wanted
 
-    def _check_bound(self, adapters: Mapping[str, LoraPair]) -> None:
+    def _check_bound(self, weights: Weights) -> None:
         """Layers that carry an adapter == layers given, and every number finite, before anything is written."""
-        _require_same("given adapters", set(adapters), "adapted layers", set(self._base))
-        for name, pair in adapters.items():
+        if not self._base:
+            return _require_same("given weights", set(weights), "transformer's parameters", set(self._followed))
+        _require_same("given adapters", set(weights), "adapted layers", set(self._base))
+        for name, pair in weights.items():
+            assert isinstance(pair, LoraPair)
             if not bool(pair.a.isfinite().all() & pair.b.isfinite().all()) or not math.isfinite(pair.scale):
                 raise SolrlError(f"adapter of {name} holds non-finite values; the trees were left as they were")
 
-    def _sync(self, name: str, merged: Tensor) -> tuple[float, int]:
-        """Bring one layer of both trees to ``merged`` [out, in] float32; (largest change, changed bytes)."""
-        weight = _weight_of(self.rollout, name)
-        rounded = merged.to(weight.dtype)
+    def _sync(self, name: str, wanted: Tensor) -> tuple[float, int]:
+        """Bring one parameter of both trees to ``wanted``, float32; (largest change, changed bytes)."""
+        weight = whole(_parameter(self.rollout, name))
+        rounded = wanted.to(weight.dtype)
         change = (rounded.float() - weight.float()).abs_()
         changed = _changed_bytes(weight, rounded)
-        weight.copy_(rounded)
-        layer = self.explorer.get_submodule(name)
-        if isinstance(layer, QuantLinear):
+        fill_(_parameter(self.rollout, name), rounded)
+        owner = name.removesuffix(".weight")
+        layer = self.explorer.get_submodule(name.rpartition(".")[0])
+        if isinstance(layer, QuantLinear) and owner != name:
+            matrix = wanted.flatten(1)
             before = [stored.clone() for stored in layer.stored()]
-            layer.requantize_(merged)
+            layer.requantize_(matrix)
             requantized = sum(map(_changed_bytes, before, layer.stored()))
-            if not requantized and bool((change > layer.rounding()[1]).any()):
+            if not requantized and bool((change.flatten(1) > layer.rounding()[1]).any()):
                 raise SolrlError(
-                    f"{name}: the weight moved by more than a quantization step but no stored byte changed"
+                    f"{owner}: the weight moved by more than a quantization step but no stored byte changed"
                 )
             changed += requantized
-            _require_agreement(name, layer, merged)
-        if not torch.equal(_weight_of(self.rollout, name), rounded):
-            raise SolrlError(f"{name}: the rollout tree's weight is not the merged one after it was written")
+            _require_agreement(owner, layer, matrix)
+        elif self._is_apart:
+            fill_(_parameter(self.explorer, name), rounded)
+        if not torch.equal(whole(_parameter(self.rollout, name)), rounded):
+            raise SolrlError(f"{owner}: the rollout tree's weight is not the merged one after it was written")
         return float(change.max()), changed
 
     def _data_pointers(self) -> dict[str, int]:
-        """Where every weight of an adapted layer lives."""
-        pointers = {f"rollout {name}": _weight_of(self.rollout, name).data_ptr() for name in self._base}
-        for name in self._base:
-            layer = self.explorer.get_submodule(name)
-            stored: dict[str, Tensor] = dict(layer.named_buffers()) or {"weight": _weight_of(self.explorer, name)}
-            pointers |= {f"explorer {name}.{key}": tensor.data_ptr() for key, tensor in stored.items()}
+        """Where every followed weight lives."""
+        pointers = {f"rollout {name}": local(_parameter(self.rollout, name)).data_ptr() for name in self._followed}
+        for name in self._followed:
+            owner, _, leaf = name.rpartition(".")
+            layer = self.explorer.get_submodule(owner)
+            stored = dict(layer.named_buffers()) if isinstance(layer, QuantLinear) else {leaf: getattr(layer, leaf)}
+            pointers |= {f"explorer {owner}.{key}": local(tensor).data_ptr() for key, tensor in stored.items()}
         return pointers
 
 
@@ -259,31 +298,40 @@ def _without_adapters(transformer: nn.Module) -> nn.Module:
         if isinstance(module, BaseTunerLayer):
             base: Any = module.get_base_layer()
             memo[id(module)] = _linear(base.weight.detach().clone(), base.bias)
-    tree: Any = copy.deepcopy(transformer, memo)
+    tree: Any = _frozen_copy(transformer, memo)
     if "peft_config" in vars(tree):  # diffusers' note that there are adapters
         del tree.peft_config
         tree._hf_peft_config_loaded = False
+    return tree
+
+
+def _frozen_copy(transformer: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy that only draws; what ``memo`` names it takes from there."""
+    tree: Any = copy.deepcopy(transformer, memo)
     for module in tree.modules():
         if "gradient_checkpointing" in vars(module):
             module.gradient_checkpointing = False
     return tree.requires_grad_(False).eval()
 
 
-def _quantized_sibling(rollout: nn.Module, plan: list[LayerFormat], backend: Backend, is_dynamic: bool) -> nn.Module:
-    """A copy of the rollout tree on its storages, with the planned layers quantized."""
+def _quantized_sibling(
+    rollout: nn.Module, plan: list[LayerFormat], backend: Backend, is_dynamic: bool, device: torch.device | None
+) -> nn.Module:
+    """A copy of the rollout tree on its storages, or on ``device`` if that is another; planned layers quantized."""
     memo = _aliases(rollout)
     shared = SharedInput()
     for layer in plan:
         if layer.format != "full":
             full: Any = rollout.get_submodule(layer.name)
-            weight = full.weight.flatten(1)
+            weight = full.weight.flatten(1).to(device)
+            bias = None if full.bias is None else full.bias.detach().to(device)
             quantized = backend.layers[layer.format](
-                weight, None if full.bias is None else full.bias.detach(), dtype=weight.dtype, name=layer.name,
+                weight, bias, dtype=weight.dtype, name=layer.name,
                 shared=shared, is_dynamic=is_dynamic, is_convolution=isinstance(full, nn.Conv2d),
             )  # fmt: skip
             _require_agreement(layer.name, quantized, weight.float())
             memo[id(full)] = quantized
-    return copy.deepcopy(rollout, memo).eval()
+    return copy.deepcopy(rollout, memo).eval().to(device)
 
 
 @contextmanager
@@ -323,10 +371,10 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return linear
 
 
-def _weight_of(tree: nn.Module, name: str) -> Tensor:
-    linear: Any = tree.get_submodule(name)
-    weight: Tensor = linear.weight
-    return weight
+def _parameter(tree: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    tensor: Tensor = getattr(tree.get_submodule(owner), leaf)
+    return tensor
 
 
 def _merge(base: nn.Linear, pair: LoraPair, name: str) -> Tensor:
@@ -336,7 +384,7 @@ def _merge(base: nn.Linear, pair: LoraPair, name: str) -> Tensor:
             f"adapter of {name} makes a {pair.b.shape[0]} x {pair.a.shape[1]} matrix, "
             f"the layer's weight is {base.weight.shape[0]} x {base.weight.shape[1]}"
         )
-    merged = base.weight.float() + pair.scale * (pair.b.float() @ pair.a.float())
+    merged = whole(base.weight).float() + pair.scale * (pair.b.float() @ pair.a.float())
     if not bool(merged.isfinite().all()):
         raise SolrlError(f"merged weight of {name} holds non-finite values")
     return merged
