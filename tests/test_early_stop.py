@@ -12,7 +12,7 @@ import safetensors.torch
 from solrl.checkpoint import best_checkpoint, list_checkpoints
 from solrl.cli import main
 from solrl.config import Config
-from solrl.export import WEIGHTS, checkpoint_adapters, pick_checkpoint
+from solrl.export import WEIGHTS, checkpoint_weights, pick_checkpoint
 from solrl.settings import load_config
 from solrl.train import train
 from tests.parts import tiny_config
@@ -54,7 +54,7 @@ def test_it_ends_at_the_first_bad_verdict_with_everything_saved(stopped: Path) -
 def test_what_is_left_in_lora_is_the_best_checkpoint_of_a_good_verdict(stopped: Path) -> None:
     best, last = best_checkpoint(stopped), max(list_checkpoints(stopped))
     assert best is not None and best == last - 1
-    pairs = checkpoint_adapters(pick_checkpoint(stopped, best), load_config(stopped), "ema")
+    pairs = checkpoint_weights(pick_checkpoint(stopped, best), load_config(stopped), "ema")
     exported = safetensors.torch.load_file(stopped / "lora" / WEIGHTS)
     for name, pair in pairs.items():
         assert exported[f"transformer.{name}.lora_A.weight"].equal(pair.a)

@@ -139,7 +139,7 @@ def test_two_processes_with_half_each_do_what_one_does(kind: str, tmp_path: Path
     before, after = load_file(ASSETS / "tiny_flux/transformer/diffusion_pytorch_model.safetensors"), state(one)
     moved = max(float((after[f"policy/{name}"] - weight).abs().max()) for name, weight in before.items())
     assert difference(one, tmp_path) < 1e-4 < moved / 10
-    exported = AutoModel.from_pretrained(tmp_path / "transformer").state_dict()
+    exported = AutoModel.from_pretrained(str(tmp_path / "transformer")).state_dict()
     assert exported.keys() == before.keys()
     assert all(torch.equal(weight, state(tmp_path)[f"ema/{name}"]) for name, weight in exported.items())
 
