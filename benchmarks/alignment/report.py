@@ -17,7 +17,8 @@ from benchmarks.common import pyplot, save_figure, table
 from benchmarks.intervals import interval
 from solrl.config import Config
 from solrl.hardware import Gpu
-from solrl.plan import Shapes, make_plan
+from solrl.plan import make_plan
+from solrl.shapes import Shapes
 
 LEVEL = 0.95
 SHARES = (0.25, 0.50, 0.75, 1.0)
