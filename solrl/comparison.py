@@ -36,6 +36,7 @@ from solrl.quant.trees import RolloutTrees
 from solrl.scorer import open_reward
 from solrl.session import open_trees
 from solrl.settings import load_config
+from solrl.sharding import is_sharded
 from solrl.signals import SignalStop
 from solrl.trust import require_trust
 from solrl.types import LoraPair, Policy, Reward, Scores, Weights
@@ -263,7 +264,8 @@ def _compile(trees: RolloutTrees, policy: Policy, config: Config, world: World) 
     mode = compile_mode(config, world.device)
     if mode != "off":
         use_cache_folder(world.rank)
-        compile_([*repeated_blocks(trees.rollout), policy.vae.decoder], mode, deterministic=config.deterministic)
+        blocks = [] if is_sharded(trees.rollout) else repeated_blocks(trees.rollout)
+        compile_([*blocks, policy.vae.decoder], mode, deterministic=config.deterministic)
 
 
 def _at_defaults(policy: Policy, config: Config) -> tuple[Policy, Config]:

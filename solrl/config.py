@@ -52,7 +52,7 @@ class ModelConfig(Section):
     """Shard the transformer over all processes (FSDP2, `fully_shard`), for models that do not fit on one GPU.
 
     Each holds 1/n of its weights and of the rollout tree's, and gathers one block at a time to compute; adapters and a
-    quantized explorer stay whole on each. Only with runtime.mode = colocated. One process holds everything anyway.
+    quantized explorer stay whole on each. What is sharded is not compiled. Only with runtime.mode = colocated.
     """
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about 30 % more update time."""

@@ -32,7 +32,7 @@ from solrl.quant.proof import check_products, profile
 from solrl.quant.trees import RolloutTrees, SyncReport
 from solrl.rollout import rollout, score
 from solrl.scorer import ChildReward, child_devices, open_reward
-from solrl.sharding import shard_
+from solrl.sharding import is_sharded, shard_
 from solrl.types import Conditioning, PathSampler, Policy, Reward, Rollouts, Scores, Seeds, Weights
 
 RUNG = "explore/rung"
@@ -82,11 +82,12 @@ class Session:
     rung: int = 0
 
     def regions(self) -> list[nn.Module]:
-        """What runs often enough to be compiled: the blocks of policy and trees, and the decoders."""
+        """What runs often enough to be compiled: the blocks of policy and trees that are not sharded, and decoders."""
         transformers = [self.policy.transformer, self.trees.rollout, self.trees.explorer]
         transformers += [self.learner.reference.transformer] if self.learner.reference else []
         decoders = [self.policy.vae.decoder, self.explorer.vae.decoder]
-        return [block for transformer in transformers for block in repeated_blocks(transformer)] + decoders
+        whole_ones = [transformer for transformer in transformers if not is_sharded(transformer)]
+        return [block for transformer in whole_ones for block in repeated_blocks(transformer)] + decoders
 
     def draw(
         self,
