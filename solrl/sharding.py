@@ -60,9 +60,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def share(value: Tensor, like: Tensor) -> Tensor:
+    """What of a whole ``value`` (or of one that is sharded as ``like`` is) belongs where ``like`` has its share."""
+    if isinstance(like, DTensor) and not isinstance(value, DTensor):
+        value = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return local(value)
+
+
 @torch.no_grad()
 def fill_(tensor: Tensor, value: Tensor) -> None:
     """``tensor`` holds ``value``: whole, or sharded as it is. In place; nothing is sent."""
-    if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
-        value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
-    local(tensor).copy_(local(value))
+    local(tensor).copy_(share(value, tensor))

@@ -38,7 +38,7 @@ from solrl.quant.layers import (
 from solrl.quant.linear import Place, QuantLinear, SharedInput
 from solrl.quant.nvfp4 import BlockCounts, count_blocks
 from solrl.quant.proof import Proof, prove
-from solrl.sharding import fill_, local, shard_, whole
+from solrl.sharding import fill_, local, shard_, share, whole
 from solrl.types import LoraPair, Weights
 
 HEADROOM = 16.0
@@ -249,7 +249,7 @@ class RolloutTrees:
         layer = self.explorer.get_submodule(name.rpartition(".")[0])
         if isinstance(layer, QuantLinear) and owner != name:
             matrix = wanted.flatten(1)
-            before = [stored.clone() for stored in layer.stored()]
+            before = [buffer.clone() for buffer in layer.stored()]
             layer.requantize_(matrix)
             requantized = sum(map(_changed_bytes, before, layer.stored()))
             if not requantized and bool((change.flatten(1) > layer.rounding()[1]).any()):
@@ -260,7 +260,8 @@ class RolloutTrees:
             _require_agreement(owner, layer, matrix)
         elif self._is_apart:
             fill_(_parameter(self.explorer, name), rounded)
-        if not torch.equal(whole(_parameter(self.rollout, name)), rounded):
+        stored = _parameter(self.rollout, name)
+        if not torch.equal(local(stored), share(rounded, stored)):
             raise SolrlError(f"{owner}: the rollout tree's weight is not the merged one after it was written")
         return float(change.max()), changed
 
