@@ -137,7 +137,8 @@ def test_sharding_divides_what_full_fine_tuning_holds_and_is_what_makes_it_fit()
     assert whole[explorer] < shared[explorer] < whole[explorer] + whole["rollout tree"], (
         "what is not quantized is whole"
     )
-    small = dataclasses.replace(b200, memory_gib=0.7 * plan.needed / GIB)
+    held = sum(whole.values()) + max(part.bytes for part in plan.working)
+    small = dataclasses.replace(b200, memory_gib=0.7 * held / 0.94 / GIB)
     tight = make_plan(config, small, 4, shapes=shapes)
     assert not tight.fits and "model.shard" in (changes_that_fit(tight, shapes) or {})
     assert changes_that_fit(make_plan(config, small, 1, shapes=shapes), shapes) is None, "nobody to share with"
