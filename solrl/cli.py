@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -57,11 +58,13 @@ def _run(words: list[str]) -> None:
 
 
 def _overview() -> str:
+    indent = " " * 6
+    configs = textwrap.fill(", ".join(shipped_configs()) + ".", 80, initial_indent=indent, subsequent_indent=indent)
     return f"""usage: solrl COMMAND ...
 
   train CONFIG [--section.key value ...] [--resume]
       Train a LoRA by reinforcement learning. CONFIG is a TOML file or one of
-      {", ".join(shipped_configs())}.
+{configs}
       `solrl train --help` lists every setting.
   replay RUN --step S --candidate I [--prompt G]
       Draw a candidate of a finished step again, from the run's ledger.
