@@ -17,7 +17,7 @@ LAUNCH := ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --multi_gpu --num_pro
 TRAIN := $(if $(filter 1,$(PROCESSES)),$(BIN)/solrl train,$(LAUNCH))
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=5
 
-.PHONY: demo test test-slow check docs install
+.PHONY: demo test test-slow test-long check docs install
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -28,7 +28,10 @@ test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile -m "not slow and not gpu"
 
 test-slow: $(STAMP)
-	$(PYTEST) -n $(JOBS) -m "slow and not gpu" --timeout 600
+	$(PYTEST) -n $(JOBS) -m "slow and not long and not gpu" --timeout 600
+
+test-long: $(STAMP)
+	$(PYTEST) -n $(JOBS) -m "long and not gpu" --timeout 600
 
 check: $(STAMP)
 	$(BIN)/ruff check .

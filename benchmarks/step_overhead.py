@@ -188,7 +188,7 @@ def _timed_parts(session: Session) -> list[tuple[Any, str, str]]:
         (ledger, "write", "ledger"),
         (Tracking, "log", "metrics, display"),
         (RunFolder, "save", "checkpoint"),
-        (recorder, "export_lora", "LoRA export"),
+        (recorder, "export_checkpoint", "LoRA export"),
         (recorder, "save_grid", "image grid"),
         (recorder, "kept_fidelity", "fidelity"),
         (recorder, "full_fidelity", "fidelity"),

@@ -272,6 +272,7 @@ def test_an_unknown_table_is_a_usage_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_arms_are_trained_reported_and_not_trained_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

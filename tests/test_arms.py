@@ -89,6 +89,7 @@ def test_runs_are_trained_and_a_cut_off_one_is_resumed(tmp_path: Path, capsys: p
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_failed_run_names_its_last_line(tmp_path: Path) -> None:
     config = tiny_config(tmp_path / "unused")
     save_config(config.model_copy(update={"model": config.model.model_copy(update={"path": "nowhere"})}),

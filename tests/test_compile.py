@@ -102,7 +102,7 @@ def test_a_compiled_quantized_layer_computes_what_it_computes_eagerly(precision:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("old_from_rollout", [False, True])
+@pytest.mark.parametrize("old_from_rollout", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_after_its_first_step_a_run_with_evaluation_audit_and_calibration_recompiles_nothing(
     old_from_rollout: bool,
 ) -> None:
@@ -149,7 +149,7 @@ def test_the_guard_bites_on_a_ragged_batch_and_on_another_grad_mode_or_autocast(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_compiled_update_takes_the_same_step_and_each_adapter_state_has_its_own_graphs(checkpointing: bool) -> None:
     config = tiny_config(train={"kl_weight": 0.1}, model={"gradient_checkpointing": checkpointing})
     eager, compiled = (open_session(config, ALONE, never) for _ in range(2))

@@ -252,6 +252,7 @@ def test_a_step_makes_good_trajectories_likelier_and_bad_ones_less(objective: st
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_equal_one_with_trajectories(tmp_path: Path) -> None:
     from tests.test_processes import launch, same_bits
 

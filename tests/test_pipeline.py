@@ -223,10 +223,10 @@ def signal_in(monkeypatch: pytest.MonkeyPatch, moment: str, number: signal.Signa
     target, name, is_now = MOMENTS[moment]
     real = getattr(target, name)
 
-    def watched(*arguments: Any) -> Any:
+    def watched(*arguments: Any, **options: Any) -> Any:
         if is_now(*arguments):
             os.kill(os.getpid(), number)
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(target, name, watched)
 

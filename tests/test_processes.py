@@ -100,7 +100,7 @@ def same_bits(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["full", "emulated_nvfp4"])
+@pytest.mark.parametrize("precision", ["full", pytest.param("emulated_nvfp4", marks=pytest.mark.long)])
 def test_any_number_of_processes_gives_the_same_seeds_and_weights(tmp_path: Path, precision: str) -> None:
     """12 kept samples are 3 micro-batches of 4: on 4 processes one rank has nothing to redraw or train."""
     counts = (1, 2, 3, 4) if precision == "full" else (1, 2)
@@ -121,6 +121,7 @@ def test_two_machines_give_the_bits_of_one_process(tmp_path: Path, mode: str) ->
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_skipped_group_changes_nothing_about_that(tmp_path: Path) -> None:
     from solrl.prompts import load_prompts, step_prompts
 
@@ -134,6 +135,7 @@ def test_a_skipped_group_changes_nothing_about_that(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_naive_scaling_agrees_as_well(tmp_path: Path) -> None:
     """Without regeneration the kept samples lie on other ranks than the ones that train on them."""
     sections = {"regenerate": {"enabled": False}, "train": {"num_steps": 2}, "reward": {"name": "picky:Picky"}}

@@ -161,10 +161,10 @@ def test_a_run_goes_on_with_another_number_of_processes(
 
 @pytest.mark.slow
 def test_two_processes_evaluate_a_full_fine_tuning_as_the_run_did(tmp_path: Path, alone: Callable[[str], Path]) -> None:
-    wanted = Comparison(overrides={"model.shard": True}, out=tmp_path / "out")
-    assert in_children(2, lambda rank: compare(alone("full"), wanted, trust_code=True)) == [DONE] * 2
+    wanted, folder = Comparison(overrides={"model.shard": True}, out=tmp_path / "out"), alone("full")
+    assert in_children(2, lambda rank: compare(folder, wanted, trust_code=True)) == [DONE] * 2
     rows = json.loads((tmp_path / "out" / "scores.json").read_text())["results"]["run"]["summary"]
-    lines = [json.loads(line) for line in (alone("full") / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     means = {row["weights"]: row["mean"] for row in rows}
     for weights, line in (("base", lines[0]), ("ema", lines[-1])):
         assert means[weights] == pytest.approx(line["eval/tests.parts:Redness/mean"], abs=1e-6)
@@ -175,7 +175,7 @@ def test_two_processes_evaluate_a_full_fine_tuning_as_the_run_did(tmp_path: Path
 def test_a_signal_to_one_process_stops_all_and_saves_their_shares(
     tmp_path: Path, alone: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Learner._accumulate
+    real, whole_run = Learner._accumulate, alone("full")
 
     def interrupted(learner: Learner, *arguments: Any, **options: Any) -> Tensor:
         if learner.step == 1 and os.environ["RANK"] == "0":
@@ -187,6 +187,6 @@ def test_a_signal_to_one_process_stops_all_and_saves_their_shares(
     codes = [code for code, _ in in_children(2, lambda rank: train(config))]
     assert codes == [3, 3]
     assert list(list_checkpoints(tmp_path / "cut")) == [1]
-    first = load_file(alone("full") / "checkpoints" / "step_000001" / "state.safetensors")
+    first = load_file(whole_run / "checkpoints" / "step_000001" / "state.safetensors")
     saved = state(tmp_path / "cut")
     assert max(float((first[name] - saved[name]).abs().max()) for name in first) < 1e-4
