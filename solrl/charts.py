@@ -18,6 +18,9 @@ WIDTH, HEIGHT = 1000.0, 300.0
 MOST_POINTS = 1000
 """A longer series is thinned evenly; its last point always stays."""
 
+WORK_COLORS = {"explore": 1, "score": 2, "regenerate": 3, "select": 4, "update": 5, "requantize": 6, "audit": 7}
+"""Of the page's colours, that of each kind of work; whatever else there is has 8, the grey."""
+
 
 @dataclass(frozen=True)
 class Series:

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from solrl.charts import Series, line_chart, number, smoothed, stacked_chart, table
+from solrl.charts import WORK_COLORS, Series, line_chart, number, smoothed, stacked_chart, table
 from solrl.config import Config
 from solrl.files import write_atomic
 from solrl.images import PIXEL_ART, Grid, data_url, load_grid
@@ -199,8 +199,9 @@ def _time(rows: Sequence[Row]) -> str:
     )
     inside = [name for name in names if name != "time/evaluate_s"]  # an evaluation is no part of a step
     layers = []
-    for i, name in enumerate(inside):
-        layers.append(_layer(_phase(name), steps, [row.get(name, 0.0) for row in steps], i % 7 + 1))
+    for name in inside:
+        color = WORK_COLORS.get(_phase(name), 8)
+        layers.append(_layer(_phase(name), steps, [row.get(name, 0.0) for row in steps], color))
     other = [max(row["time/total_s"] - math.fsum(row.get(name, 0.0) for name in inside), 0.0) for row in steps]
     layers.append(_layer("other", steps, other, 8))
     totals = [(layer.name, layer.color, math.fsum(layer.ys)) for layer in layers]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from solrl.charts import HEIGHT, WIDTH, Series, line_chart, number, stacked_chart, table, ticks
+from solrl.charts import HEIGHT, WIDTH, WORK_COLORS, Series, line_chart, number, stacked_chart, table, ticks
 from solrl.decisions import Line
 from solrl.timeline import KINDS, Span, Step, read_steps
 
@@ -16,10 +16,7 @@ MOST_STEPS, MOST_SPANS = 4, 1200
 """Of the timeline: the last steps of the run, as far as they fit."""
 MOST_DECISIONS = 40
 """Of the table: the last ones."""
-COLORS = {
-    "explore": 1, "score": 2, "regenerate": 3, "shift": 4, "update": 5, "requantize": 6, "audit": 7, "train": 5,
-    "idle": 8,
-}  # fmt: skip
+COLORS = WORK_COLORS | {"shift": 4, "train": 5, "idle": 8}
 """Of the page's colours; a role's are those of its work."""
 ROLES = ("explore", "score", "train")
 GAP = 0.01
