@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 def settings(config: Config) -> dict[str, Config]:
     """The run's settings (two stages) and what the paper compares them with."""
     keep = config.regenerate
-    whole = {"num_steps": keep.num_steps, "solver": keep.solver, "decoder": "full", "tiny_decoder": None}
+    whole = {"num_steps": keep.num_steps, "solver": keep.solver, "tiny_decoder": None}
     one_stage = {"enabled": False}
     changes: dict[str, dict[str, dict[str, Any]]] = {
         "plain NFT": {"explore": {"enabled": False}},

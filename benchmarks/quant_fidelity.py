@@ -239,5 +239,5 @@ def _with_interval(numbers: Sequence[float]) -> str:
 
 def _session(config: Config, world: World, precision: str) -> Session:
     tree = config.model_dump()
-    tree["explore"] |= {"enabled": True, "precision": precision, "decoder": "full", "tiny_decoder": None}
+    tree["explore"] |= {"enabled": True, "precision": precision, "tiny_decoder": None}
     return open_session(Config.model_validate(tree), world, lambda: None)

@@ -122,8 +122,8 @@ def run(config: Config, precisions: Sequence[str], world: World, repeats: int) -
             notes.append(f"--precision {precision} is full precision here: {session.precision_line}")
             continue
         low = measure(f"two stages, {session.precision}{compiled}", fewer, session, two_stages)
-        if config.explore.decoder == "tiny":
-            session = _session(config, world, {}, precision=precision, decoder="tiny")
+        if config.explore.tiny_decoder is not None:
+            session = _session(config, world, {}, precision=precision, with_tiny=True)
             measure(f"{low}, tiny decoder", low, session, two_stages)
     return arms, notes
 
@@ -202,10 +202,10 @@ def report(config: Config, arms: Sequence[Arm], notes: Sequence[str], repeats: i
     ])  # fmt: skip
 
 
-def _session(config: Config, world: World, top: dict[str, Any], *, precision: str, decoder: str = "full") -> Session:
+def _session(config: Config, world: World, top: dict[str, Any], *, precision: str, with_tiny: bool = False) -> Session:
     """The config's session with one explorer and, unless it is the arm's point, the full decoder."""
     tree = config.model_dump() | top
-    tree["explore"] |= {"precision": precision, "decoder": decoder}
-    if decoder == "full":
+    tree["explore"] |= {"precision": precision}
+    if not with_tiny:
         tree["explore"]["tiny_decoder"] = None
     return open_session(Config.model_validate(tree), world, lambda: None)

@@ -73,8 +73,6 @@ class LoraConfig(Section):
     """Scale numerator: the adapter adds alpha / rank * B @ A."""
     targets: tuple[str, ...] | None = Field(None, min_length=1)
     """Layer names or suffixes, as peft matches them; unset: the family's attention layers, as in the paper."""
-    dropout: float = Field(0.0, ge=0, le=0)
-    """Always 0: with dropout the policy and its old copy would differ by chance."""
 
 
 class PromptsConfig(Section):
@@ -147,14 +145,13 @@ class ExploreConfig(StageConfig):
     """Scale of NVFP4's inputs: static (calibrated), or dynamic (each input's own; a sample depends on its batch)."""
     recalibrate_every_steps: int = Field(0, ge=0)
     """Steps between new measurements of the static scales; 0: only at the start."""
-    decoder: Literal["full", "tiny"] = "full"
-    """What makes images of explored latents: full is the model's own decoder, tiny a distilled one (tiny_decoder).
-
-    tiny is cheaper and less exact. fidelity/full_* compares its scores with those of images that the full decoder made,
-    so it reports what that costs. Trained rewards never come from it.
-    """
     tiny_decoder: str | None = None
-    """Folder or hub id of a diffusers AutoencoderTiny made for the model's latents; only with decoder = tiny."""
+    """Folder or hub id of a diffusers AutoencoderTiny made for the model's latents, which decodes explored candidates.
+
+    It is cheaper and less exact than the model's own decoder, which is used where this is unset. fidelity/full_*
+    compares its scores with those of images that the full decoder made, so it reports what that costs. Trained rewards
+    never come from it.
+    """
     min_fidelity: float = Field(0.0, ge=0, lt=1)
     """Least rank correlation of proxy rewards and rewards over whole audited groups; 0: whatever it is.
 
@@ -416,11 +413,9 @@ class Config(Section):
 
     def _decoder_and_compile(self) -> None:
         explore = self.explore
-        if (explore.decoder == "tiny") != (explore.tiny_decoder is not None):
-            raise ValueError("explore.decoder = tiny and explore.tiny_decoder (its folder) need each other")
-        if explore.decoder == "tiny" and not self.regenerate.enabled:
+        if explore.tiny_decoder is not None and not self.regenerate.enabled:
             raise ValueError(
-                "explore.decoder = tiny needs regenerate.enabled: trained rewards come from the full decoder"
+                "explore.tiny_decoder needs regenerate.enabled: trained rewards come from the full decoder"
             )
         if self.compile == "max-autotune-no-cudagraphs" and self.deterministic:
             raise ValueError("compile = max-autotune-no-cudagraphs picks kernels by timing: set deterministic = false")

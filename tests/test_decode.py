@@ -66,7 +66,7 @@ def test_channels_last_changes_an_image_by_rounding_only() -> None:
 def test_a_tiny_decoder_serves_the_explorer_only_and_its_scores_are_compared_with_the_full_ones(
     tmp_path: Path,
 ) -> None:
-    settings = {"decoder": "tiny", "tiny_decoder": tiny_decoder(tmp_path)}
+    settings = {"tiny_decoder": tiny_decoder(tmp_path)}
     tiny, full = (
         open_session(
             tiny_config(
@@ -98,16 +98,11 @@ def test_a_tiny_decoder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     ):
         path = tiny_decoder(tmp_path / name, **options)
         with pytest.raises(UsageError, match=message):
-            open_session(tiny_config(explore={"decoder": "tiny", "tiny_decoder": path}), ALONE, never)
+            open_session(tiny_config(explore={"tiny_decoder": path}), ALONE, never)
     with pytest.raises(UsageError, match=r"explore.tiny_decoder .*nowhere cannot be loaded"):
-        open_session(tiny_config(explore={"decoder": "tiny", "tiny_decoder": str(tmp_path / "nowhere")}), ALONE, never)
+        open_session(tiny_config(explore={"tiny_decoder": str(tmp_path / "nowhere")}), ALONE, never)
 
 
-def test_a_tiny_decoder_needs_a_folder_and_never_makes_what_is_trained_on() -> None:
-    for explore, other, message in (
-        ({"decoder": "tiny"}, {}, "need each other"),
-        ({"tiny_decoder": "x"}, {}, "need each other"),
-        ({"decoder": "tiny", "tiny_decoder": "x"}, {"regenerate": {"enabled": False}}, "needs regenerate.enabled"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Config.model_validate({"explore": explore} | other)
+def test_a_tiny_decoder_never_makes_what_is_trained_on() -> None:
+    with pytest.raises(ValueError, match=r"tiny_decoder needs regenerate\.enabled"):
+        Config.model_validate({"explore": {"tiny_decoder": "x"}, "regenerate": {"enabled": False}})
