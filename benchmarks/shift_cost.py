@@ -25,8 +25,9 @@ from torch import Tensor
 from benchmarks.common import facts, hardware, number_list, parser, table, whole_number, write_json
 from solrl.distributed import World
 from solrl.runtime.context import Context, Kind, Residency, module_tensors
+from solrl.runtime.entries import EntrySet
 from solrl.runtime.mailbox import Role
-from solrl.runtime.store import EntrySet, Store
+from solrl.runtime.store import Store
 from solrl.session import Session, open_session
 from solrl.settings import load_config
 

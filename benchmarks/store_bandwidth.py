@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import facts, hardware, parser, table, whole_number, write_json
-from solrl.runtime.store import EntrySet, Store
+from solrl.runtime.entries import EntrySet
+from solrl.runtime.store import Store
 from solrl.runtime.transfer import Box, PlanCache, Signature, Transfer, plan_senders, refine
 
 READ_TARGET = 0.9

@@ -17,10 +17,11 @@ from solrl.distributed import start
 from solrl.groups import derive_seed, generator
 from solrl.runtime.context import Context, Residency, module_tensors
 from solrl.runtime.controller import Job
+from solrl.runtime.entries import EntrySet
 from solrl.runtime.gang import Gang
 from solrl.runtime.mailbox import connect
 from solrl.runtime.plans import planned
-from solrl.runtime.store import EntrySet, Store
+from solrl.runtime.store import Store
 
 NUM_TEXTS, TOKENS_A_ROUND, LONGEST, END = 12, 8, 120, 2  # a text ends at a token below END
 

@@ -9,30 +9,27 @@ any moment leaves the last committed version as it was. A frozen set has one slo
 Ranks that each hold a part write it when they like (stage 1: from then on the rank may drop its copy); whoever is the
 last commits (stage 2). Which part is whose is fixed and checked when the store is created.
 
-Copies are ``Tensor.copy_`` between the caller's buffers and memory that is mapped and touched once: they run at the
-speed of a memcpy. A CUDA tensor on either side works by the same call, from pageable memory; that is untested here.
-Nothing outlives its processes (see arena).
+Copies are made of all entries in one call, between the caller's buffers and memory that is mapped and touched once:
+they run at the speed of a memcpy. A CUDA tensor on either side works by the same call, from pageable memory; that is
+untested here. Nothing outlives its processes (see arena). Another node follows with a copy of its own (replication).
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from solrl.errors import SolrlError
 from solrl.runtime.arena import Arena, pauses
+from solrl.runtime.entries import EntrySet, Spec, box_shape, check, check_shards, set_from_json, set_to_json
 from solrl.runtime.layouts import part
-from solrl.runtime.transfer import Box
 
 _ALIGN = 256
 _PURPOSE = "parameter store"
@@ -42,51 +39,15 @@ _IDLE, _WRITING, _WRITTEN = range(3)  # a writer: one of these, its process id, 
 
 
 @dataclass(frozen=True)
-class Spec:
-    """One entry: bytes are bytes, so any dtype of torch will do."""
+class Slot:
+    """Where the committed version of a set lies in the store's body, until the slot is taken again."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
-
-
-@dataclass(frozen=True)
-class EntrySet:
-    """Tensors under one version. ``shards[w]``: the box of each entry that writer w writes; all cover it once."""
-
-    name: str
-    entries: Mapping[str, Spec]
-    shards: Sequence[Mapping[str, Box]]
-    frozen: bool = False
-    """Written once: one slot instead of two."""
-
-    @classmethod
-    def like(cls, name: str, tensors: Mapping[str, Tensor], *, frozen: bool = False, num_writers: int = 1) -> EntrySet:
-        """Entries as ``tensors`` (of any device), whose rows are split evenly over the writers, as FSDP splits them."""
-        entries = {key: Spec(tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
-        return cls(name, entries, split_rows(entries, num_writers), frozen)
-
-    @property
-    def num_slots(self) -> int:
-        return 1 if self.frozen else 2
-
-
-def split_rows(entries: Mapping[str, Spec], num_writers: int) -> list[dict[str, Box]]:
-    """For each writer the rows that are its own, ceil(rows / writers) of them; a scalar is the first one's."""
-    shards: list[dict[str, Box]] = [{} for _ in range(num_writers)]
-    for name, spec in entries.items():
-        rows = spec.shape[0] if spec.shape else 1
-        share = max(-(-rows // num_writers), 1)
-        for writer, begin in enumerate(range(0, max(rows, 1), share)):
-            first = ((begin, min(begin + share, rows)),) if spec.shape else ()
-            shards[writer][name] = (*first, *((0, size) for size in spec.shape[1:]))
-    return shards
+    version: int
+    index: int
+    sequence: int
+    """How often the slot had been taken."""
+    begin: int
+    nbytes: int
 
 
 class Store:
@@ -94,7 +55,7 @@ class Store:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self.sets = {found.name: found for found in map(_set_from_json, arena.manifest["sets"])}
+        self.sets = {found.name: found for found in map(set_from_json, arena.manifest["sets"])}
         self._layouts, _ = _layouts(self.sets.values())
         self._slots = {
             name: [_views(found, arena.body, begin) for begin in self._layouts[name].slots]
@@ -113,7 +74,7 @@ class Store:
         for found in sets:
             check_shards(found)
         _, size = _layouts(sets)
-        return cls(Arena.create(_PURPOSE, {"sets": [_set_to_json(found) for found in sets]}, size))
+        return cls(Arena.create(_PURPOSE, {"sets": [set_to_json(found) for found in sets]}, size))
 
     @classmethod
     def attach(cls, address: str) -> Self:
@@ -140,14 +101,13 @@ class Store:
         if not 0 <= writer < len(found.shards):
             raise SolrlError(f"{name} has writers 0 to {len(found.shards) - 1}, got {writer}")
         expected, slots = self._shard(found, writer)
-        _check(f"writer {writer} of {name}", expected, tensors)
+        check(f"writer {writer} of {name}", expected, tensors)
         missing = next((key for key in expected if key not in tensors), None)
         if missing is not None:
             raise SolrlError(f"writer {writer} of {name} must write {missing} too")
         with self._writing[name]:
             slot = self._take(found, version, writer)
-            for key, tensor in tensors.items():
-                slots[slot][key].copy_(tensor)
+            _copy(slots[slot], tensors)
             return self._announce(found, slot, version, writer)
 
     def read(self, name: str, out: Mapping[str, Tensor], *, timeout_s: float = 60.0) -> int:
@@ -156,29 +116,56 @@ class Store:
         After an error what ``out`` holds is undefined.
         """
         found = self._set(name)
-        _check(name, found.entries, out)
-        words, attempts = self._words[name], 0
+        check(name, found.entries, out)
+        attempts = 0
         for _ in pauses(timeout_s):
-            with self._arena.lock():
-                current = self._current(name)
-                if current is None:
-                    raise SolrlError(f"no version of {name} has been written yet: wait for one first")
-                version, slot = current
-                before = words[self._at(found, slot) + _SEQUENCE]
-            for key, tensor in out.items():
-                tensor.copy_(self._slots[name][slot][key])
-            with self._arena.lock():
-                if words[self._at(found, slot) + _SEQUENCE] == before:
-                    return version
+            slot = self.committed(name)
+            if slot is None:
+                raise SolrlError(f"no version of {name} has been written yet: wait for one first")
+            _copy(out, self._slots[name][slot.index])
+            if self.is_intact(name, slot):
+                return slot.version
             attempts += 1
         raise SolrlError(f"{name} was written over {attempts} times in {timeout_s:g} s, faster than it can be read")
 
     def version(self, name: str) -> int | None:
         """The committed version; None before the first."""
-        self._set(name)
+        slot = self.committed(name)
+        return None if slot is None else slot.version
+
+    def committed(self, name: str) -> Slot | None:
+        """Where the committed version is; None before the first."""
+        found = self._set(name)
         with self._arena.lock():
             current = self._current(name)
-        return None if current is None else current[0]
+            if current is None:
+                return None
+            version, index = current
+            sequence = self._words[name][self._at(found, index) + _SEQUENCE]
+        return Slot(version, index, sequence, self._layouts[name].slots[index], self._layouts[name].slot_bytes)
+
+    def is_intact(self, name: str, slot: Slot) -> bool:
+        """Whether nobody has begun to write over ``slot``: what was copied from it before is whole."""
+        found = self._set(name)
+        with self._arena.lock():
+            return self._words[name][self._at(found, slot.index) + _SEQUENCE] == slot.sequence
+
+    def replace(self, name: str, version: int, fill: Callable[[Tensor], bool]) -> bool:
+        """``fill`` puts all of ``version`` into the bytes of a slot (uint8); it is committed if that says True.
+
+        For a set with one writer. The bytes are laid out as in any other store with the same entries.
+        """
+        found = self._set(name)
+        with self._writing[name]:
+            slot = self._take(found, version, 0)
+            begin = self._layouts[name].slots[slot]
+            filled = fill(self.body[begin : begin + self._layouts[name].slot_bytes])
+            return filled and self._announce(found, slot, version, 0)
+
+    @property
+    def body(self) -> Tensor:
+        """uint8 [nbytes], the shared memory."""
+        return self._arena.body
 
     def wait(self, name: str, version: int, timeout_s: float) -> int:
         """``version`` or a newer one is committed; returns which. The time-out names the writers that are missing."""
@@ -216,7 +203,7 @@ class Store:
         """(what a writer writes, where it lies in each slot)."""
         if (found.name, writer) not in self._shards:
             shard = found.shards[writer]
-            expected = {key: Spec(found.entries[key].dtype, _shape(box)) for key, box in shard.items()}
+            expected = {key: Spec(found.entries[key].dtype, box_shape(box)) for key, box in shard.items()}
             slots = [{key: part(views[key], box) for key, box in shard.items()} for views in self._slots[found.name]]
             self._shards[found.name, writer] = expected, slots
         return self._shards[found.name, writer]
@@ -288,6 +275,7 @@ class _Layout:
     words: int
     num_words: int
     slots: list[int]
+    slot_bytes: int
 
 
 def _layouts(sets: Iterable[EntrySet]) -> tuple[dict[str, _Layout], int]:
@@ -295,13 +283,20 @@ def _layouts(sets: Iterable[EntrySet]) -> tuple[dict[str, _Layout], int]:
     places, end = {}, 0
     for found in sets:
         num_words = 1 + found.num_slots * _slot_words(found)
-        places[found.name] = _Layout(end, num_words, [])
+        slot_bytes = sum(_aligned(spec.nbytes) for spec in found.entries.values())
+        places[found.name] = _Layout(end, num_words, [], slot_bytes)
         end += 8 * num_words
     for found in sets:
         for _ in range(found.num_slots):
             places[found.name].slots.append(_aligned(end))
-            end = _aligned(end) + sum(_aligned(spec.nbytes) for spec in found.entries.values())
+            end = _aligned(end) + places[found.name].slot_bytes
     return places, end
+
+
+def _copy(to: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
+    """All of ``to`` is as in ``source``. One call: one for each tensor costs a LoRA a tenth of its bandwidth."""
+    if to:
+        torch._foreach_copy_([*to.values()], [source[key] for key in to])
 
 
 def _slot_words(found: EntrySet) -> int:
@@ -321,48 +316,6 @@ def _views(found: EntrySet, body: Tensor, begin: int) -> dict[str, Tensor]:
     return views
 
 
-def _shape(box: Box) -> tuple[int, ...]:
-    return tuple(end - begin for begin, end in box)
-
-
-def _check(owner: str, expected: Mapping[str, Spec], tensors: Mapping[str, Tensor]) -> None:
-    """Every tensor has a known name, the dtype and the shape."""
-    for key, tensor in tensors.items():
-        if key not in expected:
-            nearest = difflib.get_close_matches(key, expected, n=1, cutoff=0.0)
-            raise SolrlError(f"{owner} has no entry {key}" + (f"; the nearest is {nearest[0]}" if nearest else ""))
-        got = Spec(tensor.dtype, tuple(tensor.shape))
-        if got != expected[key]:
-            raise SolrlError(f"{key} of {owner} is {expected[key]}, got {got}")
-
-
-def check_shards(found: EntrySet) -> None:
-    """Raise unless the writers' boxes cover every entry of the set exactly once."""
-    if not found.shards:
-        raise SolrlError(f"{found.name} needs a writer")
-    for writer, shard in enumerate(found.shards):
-        for key, box in shard.items():
-            spec = found.entries.get(key)
-            inside = spec is not None and len(box) == len(spec.shape)
-            if (
-                spec is None
-                or not inside
-                or any(not 0 <= begin <= end <= size for (begin, end), size in zip(box, spec.shape, strict=True))
-            ):
-                raise SolrlError(
-                    f"writer {writer} of {found.name} writes {box} of {key}, which is {spec or 'no entry'}"
-                )
-    for key, spec in found.entries.items():
-        boxes = [shard[key] for shard in found.shards if key in shard]
-        twice = any(
-            all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, two, strict=True))
-            for one, two in combinations(boxes, 2)
-        )
-        if twice or sum(prod(_shape(box)) for box in boxes) != prod(spec.shape):
-            how = "twice" if twice else "not at all"
-            raise SolrlError(f"a part of {key} of {found.name} is written {how} by its {len(found.shards)} writers")
-
-
 def _is_writing(state: int, pid: int, started: int) -> bool:
     """In a process other than this one that is alive."""
     return state == _WRITING and pid != os.getpid() and _started(pid) == started
@@ -375,17 +328,3 @@ def _started(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return 0 if fields[0] in "ZX" else int(fields[19])
-
-
-def _set_to_json(found: EntrySet) -> dict[str, Any]:
-    entries = {key: [str(spec.dtype).removeprefix("torch."), spec.shape] for key, spec in found.entries.items()}
-    return {"name": found.name, "entries": entries, "shards": [dict(s) for s in found.shards], "frozen": found.frozen}
-
-
-def _set_from_json(found: Mapping[str, Any]) -> EntrySet:
-    entries = {key: Spec(getattr(torch, dtype), tuple(shape)) for key, (dtype, shape) in found["entries"].items()}
-    shards = [
-        {key: tuple((int(begin), int(end)) for begin, end in box) for key, box in shard.items()}
-        for shard in found["shards"]
-    ]
-    return EntrySet(found["name"], entries, shards, found["frozen"])

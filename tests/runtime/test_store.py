@@ -16,7 +16,8 @@ from torch import Tensor
 from solrl.errors import SolrlError
 from solrl.runtime import arena
 from solrl.runtime.arena import Arena, check_memory
-from solrl.runtime.store import EntrySet, Spec, Store, split_rows
+from solrl.runtime.entries import EntrySet, Spec, split_rows
+from solrl.runtime.store import Store
 
 fork = multiprocessing.get_context("fork")
 
@@ -36,19 +37,17 @@ def store() -> Iterator[Store]:
         yield made
 
 
-class Interrupting(dict[str, Tensor]):
-    """Tensors between whose copies something happens, as when a process is put to sleep there."""
+def interrupt(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """The next copy stops after its first tensor, as when a process is put to sleep there, while ``act`` is done."""
+    copy_all = torch._foreach_copy_
 
-    def __init__(self, tensors: dict[str, Tensor], act: Callable[[], object]) -> None:
-        super().__init__(tensors)
-        self.act, self.looks = act, 0
+    def interrupted(to: list[Tensor], source: list[Tensor]) -> None:
+        monkeypatch.setattr(torch, "_foreach_copy_", copy_all)
+        copy_all(to[:1], source[:1])
+        act()
+        copy_all(to[1:], source[1:])
 
-    def items(self):  # type: ignore[no-untyped-def]
-        self.looks += 1
-        for place, item in enumerate(super().items()):
-            if self.looks == 2 and place == 1:  # the first look checks names and shapes
-                self.act()
-            yield item
+    monkeypatch.setattr(torch, "_foreach_copy_", interrupted)
 
 
 def start(target: Callable[..., object], *arguments: object) -> multiprocessing.process.BaseProcess:
@@ -84,21 +83,27 @@ def test_any_dtype_and_shape_comes_back_bit_for_bit_in_a_process_that_joins_by_a
         assert child.exitcode == 0
 
 
-def test_a_read_that_is_overtaken_starts_over_and_returns_the_newer_version_whole(store: Store) -> None:
+def test_a_read_that_is_overtaken_starts_over_and_returns_the_newer_version_whole(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.write("policy", 1, patterns(1))
 
     def overtake() -> None:
         store.write("policy", 2, patterns(2))
         store.write("policy", 3, patterns(3))
 
-    out = Interrupting(like(patterns(0)), overtake)
+    interrupt(monkeypatch, overtake)
+    out = like(patterns(0))
     assert store.read("policy", out) == 3
     assert_whole(out, 3)
 
 
-def test_a_read_during_which_one_version_is_committed_keeps_its_own(store: Store) -> None:
+def test_a_read_during_which_one_version_is_committed_keeps_its_own(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.write("policy", 1, patterns(1))
-    out = Interrupting(like(patterns(0)), lambda: store.write("policy", 2, patterns(2)))
+    interrupt(monkeypatch, lambda: store.write("policy", 2, patterns(2)))
+    out = like(patterns(0))
     assert store.read("policy", out) == 1
     assert_whole(out, 1)
 
@@ -129,15 +134,16 @@ def test_no_reader_sees_a_mix_while_another_process_hammers(store: Store) -> Non
     assert seen == sorted(seen)
 
 
-def test_a_writer_killed_in_the_middle_leaves_the_last_version_and_the_next_writer_goes_on(store: Store) -> None:
+def test_a_writer_killed_in_the_middle_leaves_the_last_version_and_the_next_writer_goes_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = sorted(os.listdir("/dev/shm"))
     store.write("policy", 1, patterns(1))
     reached = fork.Event()
 
     def stop_half_way(address: str) -> None:
-        tensors = Interrupting(patterns(2), lambda: (reached.set(), time.sleep(60)))
-        tensors.looks = 0
-        Store.attach(address).write("policy", 2, tensors)
+        interrupt(monkeypatch, lambda: (reached.set(), time.sleep(60)))
+        Store.attach(address).write("policy", 2, patterns(2))
 
     writer = start(stop_half_way, store.address)
     assert reached.wait(20)
