@@ -20,6 +20,7 @@ BENCHMARKS = {
     "quant_fidelity": "Inception Score and CLIP score of quantized rollouts, beside the paper's Table 4",
     "update_speed": "forwards, backward and reduction of an update: eager, compiled, v_old from merged weights",
     "learning_curve": "held-out rewards of finished runs, before and after, and the curve between",
+    "convergence": "held-out reward in modes with roles and with stale samples, beside PivotRL's Figure 15",
     "explorer_formats": "held-out reward after training with explorers of several number formats, several seeds each",
     "fidelity_gate": "an explorer that takes too few steps, with and without explore.min_fidelity",
     "emulation_cost": "what emulating NVFP4 costs, against full precision",

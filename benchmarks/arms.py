@@ -165,6 +165,14 @@ def carry_out(
         raise next(iter(failed.values()))
 
 
+def launcher(processes: int) -> list[str]:
+    """What stands before a script to have it run in so many processes of this machine."""
+    flags = {"num_processes": processes, "num_machines": 1, "main_process_port": 0, "mixed_precision": "no",
+             "dynamo_backend": "no"}  # fmt: skip
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", *words]
+
+
 def train_run(run: Run, launch: Sequence[str] = ()) -> None:
     """One ``solrl train`` in a process of its own, its output in ``seed_N.log`` beside the run's folder."""
     run.folder.parent.mkdir(parents=True, exist_ok=True)

@@ -20,13 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import solrl
+from benchmarks.arms import launcher
 from benchmarks.common import facts, hardware, parser, table, whole_number, write_json
 from benchmarks.faulty_train import DEADLY, KINDS, suffered, write_faults
-from solrl import ledger
-from solrl.checkpoint import list_checkpoints, read_checkpoint
+from benchmarks.likeness import Likeness, likeness
 from solrl.config import Config
 from solrl.decisions import read_decisions
 from solrl.errors import SolrlError
@@ -46,24 +44,15 @@ LEAST_STEPS = 6
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(Likeness):
     """What two run folders have in common, and what the disturbed one went through."""
 
-    candidates: int
-    different_candidates: int
-    tensors: int
-    different_tensors: int
     jobs: int
     struck: dict[str, int]
     restarts: int
     damaged: int
     rolled_back: int
     quarantined: int
-
-    @property
-    def is_equal(self) -> bool:
-        """No candidate lost, counted twice or different; no bit of the weights."""
-        return self.candidates > 0 and self.tensors > 0 and not self.different_candidates + self.different_tensors
 
 
 def main(argv: Sequence[str]) -> int:
@@ -125,9 +114,7 @@ def launch(config: Config, run: Path, processes: int, faults: Path | None, seed:
     if faults is not None:
         found |= {"FAULTS": str(faults), "FAULTS_SEED": str(seed), "FAULTS_RUN": str(run)}
         command = [
-            sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1",
-            "--num_processes", str(processes), "--main_process_port", "0", "--mixed_precision", "no",
-            "--dynamo_backend", "no", "--max_restarts", str(len(list(faults.iterdir()))), "--monitor_interval", "0.2",
+            *launcher(processes), "--max_restarts", str(len(list(faults.iterdir()))), "--monitor_interval", "0.2",
             "--module", "benchmarks.faulty_train", str(path),
         ]  # fmt: skip
     with log.open("w") as out:
@@ -138,20 +125,9 @@ def launch(config: Config, run: Path, processes: int, faults: Path | None, seed:
 
 def compare(undisturbed: Path, disturbed: Path, steps: int, faults: Path) -> Verdict:
     """Candidate by candidate and tensor by tensor."""
-    candidates = different = 0
-    for step in range(1, steps + 1):
-        there, here = ledger.read(undisturbed, step), ledger.read(disturbed, step)
-        candidates += len(there)
-        different += abs(len(there) - len(here)) + sum(a != b for a, b in zip(there, here, strict=False))
-    mine, theirs = (read_checkpoint(list_checkpoints(run)[steps]).tensors for run in (disturbed, undisturbed))
-    names = mine.keys() | theirs.keys()
-    unequal = sum(not (n in mine and n in theirs and torch.equal(mine[n], theirs[n])) for n in names)
     lines, struck = read_decisions(disturbed), suffered(faults)
     return Verdict(
-        candidates=candidates,
-        different_candidates=different,
-        tensors=len(names),
-        different_tensors=unequal,
+        **vars(likeness(disturbed, undisturbed, steps)),
         jobs=sum(line["event"] == "job" and line["ended"] == "result" for line in lines),
         struck=dict(Counter(fault["kind"] for fault in struck)),
         restarts=len({fault["restart"] for fault in struck if fault["kind"] in DEADLY}),
@@ -164,14 +140,12 @@ def compare(undisturbed: Path, disturbed: Path, steps: int, faults: Path) -> Ver
 def report(found: Verdict, jobs: int, steps: int, processes: int, seed: int, seconds: dict[str, float]) -> str:
     """Everything as text."""
     rows = [[KINDS[kind], str(found.struck.get(kind, 0))] for kind in KINDS]
-    equal = f"{found.candidates - found.different_candidates:,} of {found.candidates:,} candidates"
-    same = f"{found.tensors - found.different_tensors:,} of {found.tensors:,} tensors"
     return "\n".join([
         f"faults: {jobs:,} jobs in {steps} steps on {processes} processes, seed {seed}", "",
         table(["fault", "struck"], rows), "",
         f"restarts of all processes {found.restarts}, checkpoints set aside {found.damaged}, "
         f"shifts rolled back {found.rolled_back}, processes without jobs {found.quarantined}",
-        f"equal to the undisturbed run: {equal}, {same} of the last checkpoint",
+        f"equal to the undisturbed run: {found.line} of the last checkpoint",
         f"verdict: {'EQUAL' if found.is_equal else 'DIFFERENT'}; {seconds['undisturbed']:.0f} s undisturbed in one "
         f"process, {seconds['disturbed']:.0f} s disturbed, starting processes included",
     ])  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.alignment.study import Cell, Results, interpolate
+from benchmarks.alignment.study import Cell, Point, Results, interpolate
 from benchmarks.alignment.tables import TABLES, Equal, Table
 from benchmarks.arms import step_evaluations
 from benchmarks.common import pyplot, save_figure, table
@@ -185,8 +185,9 @@ class Report:
         ]
         for axis, (equal, label, arms) in zip(axes.flat, panels, strict=False):
             for arm in arms:
-                if (reward, arm) in self.study.arms and self.results.seeds(reward, arm):
-                    _curve(axis, arm, self.results.seeds(reward, arm), self.cost(equal, reward, arm), reward)
+                if (reward, arm) in self.study.arms and (cells := self.results.seeds(reward, arm)):
+                    curves = [cell.curves[reward] for cell in cells.values()]
+                    curve(axis, arm, COLORS[arm], curves, self.cost(equal, reward, arm))
             axis.set_xlabel(label)
         for arm in ("nft", "sol_rl"):
             if (reward, arm) in self.study.arms:
@@ -249,12 +250,11 @@ def _label(made: Table) -> str:
     return next((row.label for row in made.rows if row.arm == made.against), made.against)
 
 
-def _curve(axis: Any, arm: str, cells: dict[int, Cell], cost: float, reward: str) -> None:
-    """The mean over seeds, with their range."""
-    curves = [[(step, mean) for step, mean, _ in cell.curves[reward]] for cell in cells.values()]
-    steps = [step for step, _ in curves[0]]
-    values = [[interpolate(curve, step) for curve in curves] for step in steps]
+def curve(axis: Any, name: str, color: str, curves: Sequence[Sequence[Point]], cost: float = 1.0) -> None:
+    """The mean over seeds, with their range, over what the steps have cost."""
+    steps = [step for step, _, _ in curves[0]]
+    lines = [[(step, mean) for step, mean, _ in points] for points in curves]
+    values = [[interpolate(line, step) for line in lines] for step in steps]
     xs = [step * cost for step in steps]
-    color, label = COLORS[arm], f"{arm} ({len(curves)} seeds)"
-    axis.plot(xs, [fmean(v) for v in values], marker="o", color=color, label=label)
+    axis.plot(xs, [fmean(v) for v in values], marker="o", color=color, label=f"{name} ({len(curves)} seeds)")
     axis.fill_between(xs, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.15)
