@@ -1,4 +1,4 @@
-"""Runs in modes with roles beside the colocated one: what is trained, what the table says, and the check of equality."""
+"""Runs in modes with roles beside the colocated one: what is trained, what the table says, the check of equality."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 2
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """base.toml, and in runs/ every run of one seed of a FLUX of a few thousand parameters, trained by two processes."""
+    """base.toml, and in runs/ every run of one seed of a FLUX of a few thousand parameters, by two processes each."""
     folder = tmp_path_factory.mktemp("convergence")
     path = save_random_pipeline("flux", folder / "flux")
     model = {"family": "flux", "path": str(path), "height": 16, "width": 16, "guidance": 1.5}
