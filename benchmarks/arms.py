@@ -83,9 +83,13 @@ def runs(
 
 
 def step_evaluations(config: Config) -> float:
-    """What a step takes, in velocity evaluations of a sample; a backward pass counts as two. Decode is left out."""
+    """What a step takes, in velocity evaluations of a sample; a backward pass counts as two. Decode is left out.
+
+    One of an image ``explore.downscale`` times smaller counts by its number of pixels.
+    """
     explore, keep, train = config.explore, config.regenerate, config.train
-    drawn = explore.group_size * explore.num_steps * explore.enabled + keep.group_size * keep.num_steps * keep.enabled
+    explored = explore.group_size * explore.num_steps * explore.enabled / explore.downscale**2
+    drawn = explored + keep.group_size * keep.num_steps * keep.enabled
     with_reference = train.kl_weight > 0 or open_objective(config).needs_reference
     passes = 3 + (not train.is_on_policy) + with_reference + config.model.gradient_checkpointing
     return config.prompts.per_step * (drawn + keep.group_size * config.num_train_timesteps * passes)

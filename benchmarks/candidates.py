@@ -38,9 +38,11 @@ class Setting:
 
     num_steps: int
     precision: str
+    downscale: int = 1
 
     def __str__(self) -> str:
-        return f"{self.num_steps} steps, {self.precision}"
+        smaller = f", 1/{self.downscale} size" if self.downscale > 1 else ""
+        return f"{self.num_steps} steps, {self.precision}{smaller}"
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="explorer's denoising steps (2,4,6,8)")  # fmt: skip
     parser.add_argument("--precision", type=name_list, default=["full", "emulated_nvfp4"], metavar="P,..",
                         help="explorer's formats (full,emulated_nvfp4)")  # fmt: skip
-    parser.add_argument("--settings", type=name_list, metavar="T:P,..",
-                        help="exactly these, as 6:full,6:emulated_nvfp4, instead of every combination")  # fmt: skip
+    parser.add_argument("--settings", type=name_list, metavar="T:P[:D],..",
+                        help="exactly these, as 6:full,6:emulated_nvfp4, instead of every combination; "
+                        "6:full:2 draws images half as high and wide")  # fmt: skip
     parser.add_argument("--rewards", type=name_list, default=[], metavar="R,..", help="further rewards to score with")
     parser.add_argument("--seed", type=int, default=0, help="seed of the candidates (0)")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE",
@@ -134,20 +137,26 @@ def draw(config: Config, settings: Sequence[Setting], rewards: Sequence[str]) ->
 
 def _settings(options: argparse.Namespace) -> list[Setting]:
     if options.settings is None:
-        pairs = [(str(steps), precision) for precision in options.precision for steps in options.explore_steps]
-    else:
-        pairs = [(word.partition(":")[0], word.partition(":")[2]) for word in options.settings]
-    for steps, precision in pairs:
-        if precision not in PRECISIONS:
-            raise UsageError(f"precision {precision!r} is unknown; there are {', '.join(PRECISIONS)}")
-        if not steps.isdecimal() or int(steps) < 1:
-            raise UsageError(f"explorer's steps must be a whole number of at least 1, got {steps!r}")
-    return [Setting(int(steps), precision) for steps, precision in pairs]
+        return [_setting(f"{steps}:{precision}") for precision in options.precision for steps in options.explore_steps]
+    return [_setting(word) for word in options.settings]
+
+
+def _setting(word: str) -> Setting:
+    steps, _, rest = word.partition(":")
+    precision, _, downscale = rest.partition(":")
+    if precision not in PRECISIONS:
+        raise UsageError(f"precision {precision!r} is unknown; there are {', '.join(PRECISIONS)}")
+    if not steps.isdecimal() or int(steps) < 1:
+        raise UsageError(f"explorer's steps must be a whole number of at least 1, got {steps!r}")
+    if downscale not in ("", "1", "2", "4"):
+        raise UsageError(f"an explorer's images are 1, 2 or 4 times smaller, got {downscale!r}")
+    return Setting(int(steps), precision, int(downscale or "1"))
 
 
 def _session(config: Config, setting: Setting, world: World) -> Session:
     """The base model with an explorer of ``setting``, calibrated for it."""
     explore = {"enabled": True, "num_steps": setting.num_steps, "precision": setting.precision}
+    explore |= {"downscale": setting.downscale}
     return open_session(_with(config, explore=explore), world, _never)
 
 

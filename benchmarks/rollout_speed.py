@@ -153,14 +153,18 @@ def measure_arm(name: str, over: str, session: Session, stages: Mapping[str, Sta
             seconds = {part: clock.seconds.get(part, 0.0) for part in PARTS} | {"decode": meter.seconds["decode"]}
             times.append(seconds | {"denoise": clock.seconds["draw"] - seconds["decode"]})
     medians = {part: median(each[part] for each in times[1:]) for part in PARTS}
-    return Arm(name, over, medians, len(prompts) * operations(session.work(), stages))
+    works = {stage: session.work(config.explore.downscale if stage == "explore" else 1) for stage in stages}
+    return Arm(name, over, medians, len(prompts) * operations(works, stages))
 
 
-def operations(work: Work, stages: Mapping[str, StageConfig]) -> float:
+def operations(works: Mapping[str, Work], stages: Mapping[str, StageConfig]) -> float:
     """Of one prompt's denoising and decoding, a quantized product counted by the time it takes at best."""
-    saved = sum(part * (1 - 1 / SPEEDS[name]) for name, part in work.quantized.items())
-    velocity = {"explore": work.velocity - saved, "rollout": work.velocity}
-    return sum(stage.group_size * (stage.num_steps * velocity[name] + work.decode) for name, stage in stages.items())
+    total = 0.0
+    for name, stage in stages.items():
+        work = works[name]
+        saved = sum(part * (1 - 1 / SPEEDS[form]) for form, part in work.quantized.items()) * (name == "explore")
+        total += stage.group_size * (stage.num_steps * (work.velocity - saved) + work.decode)
+    return total
 
 
 def report(config: Config, arms: Sequence[Arm], notes: Sequence[str], repeats: int, known: dict[str, Any]) -> str:

@@ -158,8 +158,12 @@ class ExploreConfig(StageConfig):
     Below it, with its whole 95 % interval, the explorer climbs and says so: two more steps at a time up to
     regenerate.num_steps, then the next higher precision that runs here. With compile a new precision compiles anew.
     """
-    calibration_batches: int = Field(1, gt=0)
-    """Micro-batches of exploration from which the static activation scales are measured at the start."""
+    downscale: Literal[1, 2, 4] = 1
+    """Explored images are so many times smaller along each side, and enlarged again before they are scored.
+
+    They start from block means of the noise that the full-size image of their seed starts from. Cheaper, and as good as
+    the model is at that size: fidelity/full_* reports what it costs. What is regenerated always has the full size.
+    """
 
 
 class RegenerateConfig(StageConfig):
@@ -413,10 +417,9 @@ class Config(Section):
 
     def _decoder_and_compile(self) -> None:
         explore = self.explore
-        if explore.tiny_decoder is not None and not self.regenerate.enabled:
-            raise ValueError(
-                "explore.tiny_decoder needs regenerate.enabled: trained rewards come from the full decoder"
-            )
+        if not self.regenerate.enabled and (explore.tiny_decoder is not None or explore.downscale > 1):
+            name = "downscale" if explore.downscale > 1 else "tiny_decoder"
+            raise ValueError(f"explore.{name} needs regenerate.enabled: what is trained on is drawn in full")
         if self.compile == "max-autotune-no-cudagraphs" and self.deterministic:
             raise ValueError("compile = max-autotune-no-cudagraphs picks kernels by timing: set deterministic = false")
 

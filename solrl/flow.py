@@ -23,6 +23,11 @@ def clean_from_velocity(latents: Tensor, velocity: Tensor, sigma: Tensor) -> Ten
     return latents - per_sample(sigma, latents) * velocity
 
 
+def block_means(noise: Tensor, factor: int) -> Tensor:
+    """Standard normal noise [B, C, H, W] -> [B, C, H / factor, W / factor], standard normal too: means, scaled."""
+    return factor * torch.nn.functional.avg_pool2d(noise, factor)
+
+
 def per_sample(values: Tensor, like: Tensor) -> Tensor:
     """[B] -> [B, 1, ...], broadcastable against ``like`` [B, ...]."""
     return values.reshape(-1, *(1,) * (like.ndim - 1))

@@ -246,14 +246,15 @@ def _seconds(
 ) -> dict[str, float]:
     """Phase -> seconds of a step; padding included."""
     number_format = number_format_of(precision)
-    work, batch, both = shapes.work(precision), config.batch, 2 if config.model.cfg_scale > 1 else 1
+    work, small = shapes.work(precision), shapes.work(precision, config.explore.downscale)
+    batch, both = config.batch, 2 if config.model.cfg_scale > 1 else 1
     speed = gpu.bf16_tflops * 1e12 * efficiency
-    full = both * work.velocity / speed
-    quantized = sum(work.quantized.values())
-    quick = full if number_format == "full" else both * (work.velocity - quantized) / speed
-    for name, operations in work.quantized.items():
-        quick += both * operations / (speed * (gpu.tflops(name) or gpu.bf16_tflops) / gpu.bf16_tflops)
-    rest = work.decode / speed + reward_tflop * 1e12 / speed
+    full, quick = both * work.velocity / speed, both * small.velocity / speed
+    if number_format != "full":
+        quick -= both * sum(small.quantized.values()) / speed
+        for name, operations in small.quantized.items():
+            quick += both * operations / (speed * (gpu.tflops(name) or gpu.bf16_tflops) / gpu.bf16_tflops)
+    rest, small_rest = ((each.decode + reward_tflop * 1e12) / speed for each in (work, small))
 
     def share(samples: int) -> int:
         return math.ceil(math.ceil(samples / batch.rollout) / num_gpus) * batch.rollout
@@ -263,7 +264,9 @@ def _seconds(
     tokens = groups * config.model.max_text_tokens
     seconds = {"encode prompts (every GPU does)": shapes.text_flops * tokens / speed}
     if explore.enabled:
-        seconds["explore, decode, score"] = share(groups * explore.group_size) * (explore.num_steps * quick + rest)
+        seconds["explore, decode, score"] = share(groups * explore.group_size) * (
+            explore.num_steps * quick + small_rest
+        )
     if regenerate.enabled:
         drawn = share(groups * regenerate.group_size)
         seconds["regenerate, decode, score"] = drawn * (regenerate.num_steps * full + rest)

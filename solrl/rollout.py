@@ -90,8 +90,8 @@ def padded(members: Members, size: int) -> Members:
 
 
 def start_noise(policy: Policy, members: Members) -> Tensor:
-    """The noise that ``members`` start from, on the policy's device."""
-    return noise([seed for _, seed in members], policy.latent_shape).to(policy.device)
+    """The latents that ``members`` start from, on the policy's device."""
+    return policy.start(noise([seed for _, seed in members], policy.noise_shape)).to(policy.device)
 
 
 def velocity_of(policy: Policy, conditioning: Conditioning, members: Members) -> VelocityFn:

@@ -122,8 +122,7 @@ class Session:
     def calibrate(self) -> None:
         """Measure the explorer's static activation scales on fixed prompts and seeds, the same on every rank."""
         with self.trees.calibration(), eagerly():
-            for number in range(self.config.explore.calibration_batches):
-                self._explore_batch(number)
+            self._explore_batch()
         self.trees.set_activation_scales_(self.world.max_)
 
     def recalibrate(self, step: int) -> None:
@@ -135,7 +134,7 @@ class Session:
     def audit_scales(self) -> dict[str, float]:
         """Shares of the explorer's input blocks that its static scales clip, or whose own scale loses precision."""
         with self.trees.audit() as counts, eagerly():
-            self._explore_batch(0)
+            self._explore_batch()
         blocks = sum(count.blocks for count in counts.values())
         if not blocks:
             return {}
@@ -151,9 +150,9 @@ class Session:
             return {}
         found = proof.as_dict()
         if self.world.device.type == "cuda":
-            self._explore_batch(0)  # compiles
+            self._explore_batch()  # compiles
             expected = self.trees.num_products(calls=self.config.explore.num_steps)
-            found["gpu"] = check_products(profile(lambda: self._explore_batch(0)), expected)
+            found["gpu"] = check_products(profile(lambda: self._explore_batch()), expected)
         return found
 
     def describe(self) -> str:
@@ -161,13 +160,16 @@ class Session:
         backend, explore = self.trees.backend, self.config.explore
         if backend.number_format is None:
             return describe(backend, explore.num_steps)
-        work = self.work()
-        bounds = speed_bounds(work, explore, self.config.regenerate)
-        return describe(backend, explore.num_steps, work.linear_share, bounds)
+        explored = self.work(explore.downscale)
+        kept = explored if explore.downscale == 1 else self.work()
+        bounds = speed_bounds(explored, kept, explore, self.config.regenerate)
+        return describe(backend, explore.num_steps, explored.linear_share, bounds)
 
-    def work(self) -> Work:
-        """Floating-point operations of one sample, by what they are for."""
+    def work(self, downscale: int = 1) -> Work:
+        """Floating-point operations of one sample, ``downscale`` times smaller, by what they are for."""
         policy, prompts = self.rollout_policy, self.train_prompts[:1]
+        policy = policy.smaller(downscale) if downscale > 1 else policy
+        decoder = self.explorer if downscale == self.config.explore.downscale else policy
         conditioning = policy.encode(prompts)
         latents = torch.zeros(1, *policy.latent_shape, device=policy.device)
         with eagerly(), drawing(policy):  # one sample: not a shape to compile for
@@ -176,7 +178,7 @@ class Session:
                 policy.transformer,
                 self.trees.plan,
                 velocity=lambda: policy.velocity(latents, torch.ones(1, device=policy.device), conditioning),
-                decode=lambda: self.explorer.decode(latents),
+                decode=lambda: decoder.decode(latents),
                 score=lambda: self.reward(images, prompts),
             )
 
@@ -195,12 +197,11 @@ class Session:
         if isinstance(self.reward, ChildReward):
             self.reward.close()
 
-    def _explore_batch(self, number: int) -> None:
+    def _explore_batch(self) -> None:
         """Draw one micro-batch of fixed prompts and seeds with the explorer; no signal stops it."""
         alone, settings = World(0, 1, self.world.device), self.config
-        first = number * settings.batch.rollout
-        prompts = [self.train_prompts[(first + i) % len(self.train_prompts)] for i in range(settings.batch.rollout)]
-        seeds = [[candidate_seed(settings.seed, 0, first + i, 0, "calibration")] for i in range(len(prompts))]
+        prompts = [self.train_prompts[i % len(self.train_prompts)] for i in range(settings.batch.rollout)]
+        seeds = [[candidate_seed(settings.seed, 0, i, 0, "calibration")] for i in range(len(prompts))]
         for _ in rollout(
             self.explorer, self.policy.encode(prompts), prompts, seeds, settings.explore, batch=settings.batch,
             world=alone, clock=Stopwatch(alone.device), stop=lambda: None, phase="calibrate",
@@ -318,7 +319,7 @@ def _explorer(policy: Policy, trees: RolloutTrees, explore: ExploreConfig) -> Po
     explorer = policy.sibling(trees.explorer)
     if explore.tiny_decoder is not None:
         explorer = with_decoder(explorer, load_tiny_decoder(explore.tiny_decoder, explorer))
-    return explorer
+    return explorer.smaller(explore.downscale) if explore.downscale > 1 else explorer
 
 
 def open_trees(policy: Policy, config: Config, backend: Backend, world: World) -> tuple[RolloutTrees, World]:

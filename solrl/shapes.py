@@ -80,17 +80,20 @@ class Shapes:
         return tree_bytes(self.plain, self.targets, precision, self.config.explore.quantize)
 
     @functools.cache  # noqa: B019
-    def work(self, precision: str) -> Work:
-        """Floating-point operations of a sample; scoring is counted elsewhere."""
+    def work(self, precision: str, downscale: int = 1) -> Work:
+        """Floating-point operations of a sample, ``downscale`` times smaller; scoring is counted elsewhere."""
         drawing = self.policy.sibling(self.plain)
+        if downscale > 1:
+            drawing = drawing.smaller(downscale)
+        latents = torch.empty(1, *drawing.latent_shape, device=META)
         sigma, prompt = torch.ones(1, device=META), self.conditioning(1)
         rules = self.config.explore.quantize or (() if precision == "full" else default_rules(self.plain))
         plan = [] if precision == "full" else plan_layers(self.plain, rules, number_format_of(precision))
         return measure_work(
             self.plain,
             plan,
-            velocity=lambda: drawing.velocity(self.latents(1), sigma, prompt),
-            decode=lambda: drawing.decode(self.latents(1)),
+            velocity=lambda: drawing.velocity(latents, sigma, prompt),
+            decode=lambda: drawing.decode(latents),
             score=lambda: None,
         )
 

@@ -85,6 +85,22 @@ class Policy(nn.Module, ABC):
         """The same policy around another transformer; encoders and decoder are shared, not copied."""
 
     @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """Shape of one sample's noise; that of the latents, but where ``smaller`` made them so."""
+        return self.latent_shape
+
+    def start(self, noise: Tensor) -> Tensor:
+        """The latents [B, *latent_shape] that samples of the noise [B, *noise_shape] start from."""
+        return noise
+
+    def smaller(self, factor: int) -> Self:
+        """The same policy, drawing ``factor`` times smaller images, which ``decode`` enlarges.
+
+        Latents start from means over blocks of the full-size noise, scaled to unit variance.
+        """
+        raise UsageError(f"explore.downscale: {type(self).__name__} draws images of one size only; set it to 1")
+
+    @property
     def device(self) -> torch.device:
         """Where the transformer's parameters live."""
         return next(self.transformer.parameters()).device

@@ -141,12 +141,12 @@ def test_the_bound_is_that_of_counted_operations() -> None:
     work = Work(velocity=100.0, quantized={"nvfp4": 80.0, "fp8": 10.0}, linear_share=0.9, decode=30.0, score=20.0)
     first = ExploreConfig(group_size=96, num_steps=6)
     second = RegenerateConfig(group_size=24, num_steps=10)
-    bounds = speed_bounds(work, first, second)
+    bounds = speed_bounds(work, work, first, second)
     step = 100 - 60 - 5
     assert bounds.step == pytest.approx(100 / step)
     kept = 24 * (10 * 100 + 50)
     assert bounds.rollout == pytest.approx((96 * (600 + 50) + kept) / (96 * (6 * step + 50) + kept))
-    alone = speed_bounds(work, first, second.model_copy(update={"enabled": False}))
+    alone = speed_bounds(work, work, first, second.model_copy(update={"enabled": False}))
     assert alone.rollout == pytest.approx(650 / (6 * step + 50))
 
 

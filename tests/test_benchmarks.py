@@ -314,10 +314,12 @@ def test_the_rollouts_bound_counts_a_quantized_product_by_its_formats_speed() ->
     config = tiny_config()  # 6 candidates with 2 steps, 4 kept with 3
     two_stages = {"explore": config.explore, "rollout": config.regenerate}
     full = Work(velocity=10.0, quantized={}, linear_share=0.0, decode=5.0, score=99.0)
-    assert rollout_speed.operations(full, two_stages) == 6 * (2 * 10 + 5) + 4 * (3 * 10 + 5)
+    assert rollout_speed.operations(dict.fromkeys(two_stages, full), two_stages) == 6 * (2 * 10 + 5) + 4 * (3 * 10 + 5)
     fp4 = Work(velocity=10.0, quantized={"nvfp4": 8.0}, linear_share=0.9, decode=5.0, score=99.0)
-    assert rollout_speed.operations(fp4, two_stages) == 6 * (2 * (2 + 8 / 4) + 5) + 4 * (3 * 10 + 5)
-    assert rollout_speed.operations(fp4, {"rollout": config.regenerate}) == 4 * (3 * 10 + 5)
+    assert rollout_speed.operations(dict.fromkeys(two_stages, fp4), two_stages) == 6 * (2 * (2 + 8 / 4) + 5) + 4 * (
+        3 * 10 + 5
+    )
+    assert rollout_speed.operations({"rollout": fp4}, {"rollout": config.regenerate}) == 4 * (3 * 10 + 5)
 
 
 def test_rollout_speed_prints_each_change_over_what_it_changes() -> None:

@@ -104,5 +104,5 @@ def test_a_tiny_decoder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tiny_decoder_never_makes_what_is_trained_on() -> None:
-    with pytest.raises(ValueError, match=r"tiny_decoder needs regenerate\.enabled"):
+    with pytest.raises(ValueError, match=r"explore\.tiny_decoder needs regenerate\.enabled"):
         Config.model_validate({"explore": {"tiny_decoder": "x"}, "regenerate": {"enabled": False}})

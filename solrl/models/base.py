@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from solrl.config import Config, LoraConfig, ModelConfig, PromptsConfig
+from solrl.flow import block_means
 from solrl.groups import candidate_seed, noise
 from solrl.models.encoders import TextEncoders, rests_on_host, warn_once
 from solrl.models.skeleton import skeleton_pipeline
@@ -61,13 +62,48 @@ class DiffusersPolicy(Policy):
         for name, part in self.pipeline.components.items():
             if isinstance(part, nn.Module):
                 self.add_module(name, part)
-        architecture, factor = self.pipeline.transformer.config, self.pipeline.vae_scale_factor
+        self._set_shape()
+        self.full_size, self.full_shape = (model.height, model.width), self.latent_shape
+        self.encoders = TextEncoders(self.pipeline.components, device, offload=rests_on_host(model, device))
+        self.cache: PromptCache | None = None
+
+    def _set_shape(self) -> None:
+        """``latent_shape`` is that of the model's images."""
+        architecture, factor, model = self.pipeline.transformer.config, self.pipeline.vae_scale_factor, self.model
         pixels = factor * self.packing * architecture.patch_size
         if model.height % pixels or model.width % pixels:
             raise SolrlError(f"model.height and model.width must be multiples of {pixels} for {model.path}")
         self.latent_shape = (architecture.in_channels, model.height // factor, model.width // factor)
-        self.encoders = TextEncoders(self.pipeline.components, device, offload=rests_on_host(model, device))
-        self.cache: PromptCache | None = None
+
+    def smaller(self, factor: int) -> Self:
+        """See Policy."""
+        full, twin = self.model, self.sibling(self.transformer)
+        twin.model = full.model_copy(update={"height": full.height // factor, "width": full.width // factor})
+        try:
+            twin._set_shape()
+        except SolrlError as error:
+            size = f"{twin.model.width} x {twin.model.height}"
+            raise UsageError(f"explore.downscale = {factor} makes {size}: {error}") from error
+        twin.full_size, twin.full_shape = (full.height, full.width), self.latent_shape
+        return twin
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """See Policy."""
+        return self.full_shape
+
+    def start(self, noise: Tensor) -> Tensor:
+        """See Policy."""
+        factor = self.full_size[0] // self.model.height
+        return noise if factor == 1 else self.pack(block_means(self.unpack(noise, self.full_size), factor))
+
+    def pack(self, latents: Tensor) -> Tensor:
+        """Latents [B, C, rows, columns] as the transformer takes them."""
+        return latents
+
+    def unpack(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
+        """The reverse, for an image of ``size`` (height, width) pixels."""
+        return latents
 
     @abstractmethod
     def encode_alone(self, prompt: str) -> Conditioning:
@@ -131,7 +167,9 @@ class DiffusersPolicy(Policy):
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """See Policy."""
-        return decode_latents(self.vae, latents)
+        size = self.model.height, self.model.width
+        images = decode_latents(self.vae, self.unpack(latents, size))
+        return images if size == self.full_size else nn.functional.interpolate(images, self.full_size, mode="bilinear")
 
     def sibling(self, transformer: nn.Module) -> Self:
         """See Policy."""

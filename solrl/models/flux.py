@@ -24,8 +24,20 @@ class FluxPolicy(DiffusersPolicy):
         architecture = self.pipeline.transformer.config
         if not architecture.guidance_embeds:
             raise SolrlError(f"{model.path} has no guidance embedding (step-distilled, as schnell): not trainable here")
-        self.rows, self.columns = (side // self.packing for side in self.latent_shape[1:])
-        self.latent_shape = (self.rows * self.columns, architecture.in_channels)
+
+    def _set_shape(self) -> None:
+        super()._set_shape()
+        channels, *sides = self.latent_shape
+        self.rows, self.columns = (side // self.packing for side in sides)
+        self.latent_shape = (self.rows * self.columns, channels)
+
+    def pack(self, latents: Tensor) -> Tensor:
+        """See DiffusersPolicy."""
+        return FluxPipeline._pack_latents(latents, *latents.shape)
+
+    def unpack(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
+        """See DiffusersPolicy."""
+        return FluxPipeline._unpack_latents(latents, *size, self.pipeline.vae_scale_factor)
 
     def sigmas(self, num_steps: int) -> Tensor:
         """FLUX.1's dynamic shift by the number of tokens, or the static shift of the folder's scheduler."""
@@ -55,9 +67,3 @@ class FluxPolicy(DiffusersPolicy):
             img_ids=image_ids,
             return_dict=False,
         )[0].float()
-
-    @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
-        """See Policy."""
-        factor = self.pipeline.vae_scale_factor
-        return super().decode(FluxPipeline._unpack_latents(latents, self.model.height, self.model.width, factor))

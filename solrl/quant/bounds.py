@@ -63,12 +63,13 @@ def measure_work(
     return Work(step, quantized, quantized_share(plan, rows), _operations(decode), _operations(score))
 
 
-def speed_bounds(work: Work, explore: StageConfig, regenerate: StageConfig) -> Bounds:
-    """What the explorer can gain at most in a run with these two stages."""
-    full = work.velocity
-    quantized = full - sum(part * (1 - 1 / SPEEDS[name]) for name, part in work.quantized.items())
-    rest = work.decode + work.score
-    kept = regenerate.group_size * (regenerate.num_steps * full + rest) if regenerate.enabled else 0.0
+def speed_bounds(explored: Work, redrawn: Work, explore: StageConfig, regenerate: StageConfig) -> Bounds:
+    """What the explorer can gain at most in a run with these two stages, by the work of a sample of each."""
+    full = explored.velocity
+    quantized = full - sum(part * (1 - 1 / SPEEDS[name]) for name, part in explored.quantized.items())
+    whole = regenerate.num_steps * redrawn.velocity + redrawn.decode + redrawn.score
+    kept = regenerate.group_size * whole if regenerate.enabled else 0.0
+    rest = explored.decode + explored.score
     before, after = (explore.group_size * (explore.num_steps * step + rest) + kept for step in (full, quantized))
     return Bounds(full / quantized, before / after)
 

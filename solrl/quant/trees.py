@@ -176,8 +176,8 @@ class RolloutTrees:
         for (name, layer), seen in zip(layers.items(), everywhere, strict=True):
             if not 0 < seen < math.inf:
                 raise SolrlError(
-                    f"{name} saw no usable input in calibration (largest magnitude {seen}); raise "
-                    f'explore.calibration_batches or put ("{name}", "full") first in explore.quantize'
+                    f"{name} saw no usable input in calibration (largest magnitude {seen}); set "
+                    f'explore.activation_scale = dynamic or put ("{name}", "full") first in explore.quantize'
                 )
             layer.set_act_amax_(_power_of_two_above(seen * HEADROOM))
 
