@@ -20,6 +20,8 @@ class Stopwatch:
         self.device, self.now = device, now
         self.started = now()
         self.seconds: dict[str, float] = defaultdict(float)
+        self.laps: dict[str, list[float]] = defaultdict(list)
+        """Phase -> what each of its blocks took, in order: of a phase in micro-batches, each of them."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -28,7 +30,8 @@ class Stopwatch:
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.seconds[name] += self.now() - begin
+        self.laps[name].append(self.now() - begin)
+        self.seconds[name] += self.laps[name][-1]
 
     def metrics(self) -> dict[str, float]:
         """``time/<phase>_s`` for every phase, and ``time/total_s`` since the stopwatch was made."""

@@ -267,6 +267,11 @@ class Sample:
     explore: list[float]
     score: list[float]
 
+    @classmethod
+    def of_passes(cls, explore: Sequence[Any], score: Sequence[Any]) -> Sample:
+        """From an array [groups, jobs] of each pass."""
+        return cls(*(np.concatenate(one, axis=1).ravel().tolist() for one in (explore, score)))
+
 
 def draw(setting: Setting, seed: int) -> Sample:
     """Lengths from the setting's laws; a seed gives the same lengths on every machine."""
@@ -278,7 +283,7 @@ def draw(setting: Setting, seed: int) -> Sample:
         shape = (groups, one.num_jobs)
         explore.append(_drawn(generator, one.explore, shape, factor))
         score.append(_drawn(generator, one.score, shape, 1.0) if one.score else np.zeros(shape))
-    return Sample(np.concatenate(explore, axis=1).ravel().tolist(), np.concatenate(score, axis=1).ravel().tolist())
+    return Sample.of_passes(explore, score)
 
 
 def _drawn(generator: np.random.Generator, law: Lengths, shape: tuple[int, int], factor: Any) -> Any:
