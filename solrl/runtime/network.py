@@ -1,8 +1,9 @@
-"""Several machines: which one this process is on, under which address others reach it, and blobs on their way between.
+"""Several machines: which one this process is on, under which address others reach it, and what they ask each other.
 
-A blob lies in the shared memory of the machine that sent it (blobs.py). A process of another machine asks the sender,
-whose server reads the ring and answers over TCP; the checksum travels with the reference. Requests carry the run's
-token. Nothing is encrypted: machines that train together trust the network between them, as torch's own store does.
+A blob lies in the shared memory of the machine that sent it (blobs.py), parameters in that of the machine where they
+are written (replication.py). A process of another machine asks there, and a server answers over TCP. Requests carry the
+run's token. Nothing is encrypted: machines that train together trust the network between them, as torch's own store
+does.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ TIMEOUT_S = 60.0
 """Of a transfer without progress."""
 MAX_REQUEST = 16 * 1024
 """Bytes of a request, which is one line."""
+MAX_ANSWER = 64 * 1024 * 1024
+"""Bytes of an answer whose size is not known beforehand."""
 
 
 def machine(environment: Mapping[str, str] = os.environ) -> int:
@@ -60,7 +63,7 @@ class Server:
         self._listener = socket.create_server(("", 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._open: set[socket.socket] = set()
-        threading.Thread(target=self._accept, name="blob server", daemon=True).start()
+        threading.Thread(target=self._accept, name="server", daemon=True).start()
 
     def close(self) -> None:
         """Nobody is answered any more. Twice is harmless."""
@@ -83,7 +86,7 @@ class Server:
                 line, _ = self._listener.accept()
             except OSError:  # closed
                 return
-            threading.Thread(target=self._serve, args=(line,), name="blob server", daemon=True).start()
+            threading.Thread(target=self._serve, args=(line,), name="server", daemon=True).start()
 
     def _serve(self, line: socket.socket) -> None:
         self._open.add(line)
@@ -107,28 +110,34 @@ class Server:
             body = self._answer(request)
         except SolrlError as error:
             return {"error": str(error)}, b""
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             return {"error": f"no request: {type(error).__name__}"}, b""
         return {"nbytes": len(body)}, body
 
 
 class Lines:
-    """Connections to the servers of other machines, one each. For any number of threads."""
+    """Connections to the servers of other machines, one each. For any number of threads.
 
-    def __init__(self, token: str) -> None:
-        self._token, self._lock = token, threading.Lock()
+    ``goods``: what is asked for, in errors. A server that says nothing for ``timeout_s`` (TIMEOUT_S) is one.
+    """
+
+    def __init__(self, token: str, goods: str = "a blob", timeout_s: float | None = None) -> None:
+        self._token, self._goods, self._timeout_s = token, goods, timeout_s
+        self._lock = threading.Lock()
         self._lines: dict[str, socket.socket] = {}
 
-    def ask(self, rank: int, address: str, request: dict[str, Any], into: memoryview | None = None) -> None:
-        """``into`` is filled with what the server of process ``rank`` has to say to ``request``."""
+    def ask(self, rank: int, address: str, request: dict[str, Any], into: memoryview | None = None) -> memoryview:
+        """What the server of process ``rank`` says to ``request``: in ``into``, which it fills, or in new memory."""
         with self._lock:
             try:
-                self._ask(address, request, into)
+                return self._ask(address, request, into)
             except (OSError, ValueError) as error:
                 line = self._lines.pop(address, None)
                 if line is not None:
                     line.close()
-                raise SolrlError(f"process {rank} on another machine does not hand over a blob: {error}") from error
+                raise SolrlError(
+                    f"process {rank} on another machine does not hand over {self._goods}: {error}"
+                ) from error
 
     def close(self) -> None:
         """No connection is left."""
@@ -137,11 +146,12 @@ class Lines:
                 line.close()
             self._lines.clear()
 
-    def _ask(self, address: str, request: dict[str, Any], into: memoryview | None) -> None:
+    def _ask(self, address: str, request: dict[str, Any], into: memoryview | None) -> memoryview:
         line = self._lines.get(address)
         if line is None:
             host, _, port = address.rpartition(":")
-            line = self._lines[address] = socket.create_connection((host, int(port)), TIMEOUT_S)
+            timeout_s = TIMEOUT_S if self._timeout_s is None else self._timeout_s
+            line = self._lines[address] = socket.create_connection((host, int(port)), timeout_s)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         line.sendall(json.dumps({"token": self._token} | request).encode() + b"\n")
         head = bytearray()
@@ -150,13 +160,19 @@ class Lines:
         found = json.loads(head)
         if "error" in found:
             raise ValueError(found["error"])
-        left = into if into is not None else memoryview(b"")
-        if found["nbytes"] != len(left):
-            raise ValueError(f"{found['nbytes']} bytes instead of {len(left)}")
+        size = found["nbytes"]
+        if into is None:
+            if not 0 <= size <= MAX_ANSWER:
+                raise ValueError(f"an answer of {size} bytes")
+            into = memoryview(bytearray(size))
+        if size != len(into):
+            raise ValueError(f"{size} bytes instead of {len(into)}")
+        left = into
         while len(left):
             received = line.recv_into(left)
             _some(received)
             left = left[received:]
+        return into
 
 
 def _some(received: Any) -> Any:

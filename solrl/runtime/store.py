@@ -40,14 +40,12 @@ _IDLE, _WRITING, _WRITTEN = range(3)  # a writer: one of these, its process id, 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where the committed version of a set lies in the store's body, until the slot is taken again."""
+    """Where the committed version of a set lies, until the slot is taken again."""
 
     version: int
     index: int
     sequence: int
     """How often the slot had been taken."""
-    begin: int
-    nbytes: int
 
 
 class Store:
@@ -142,7 +140,7 @@ class Store:
                 return None
             version, index = current
             sequence = self._words[name][self._at(found, index) + _SEQUENCE]
-        return Slot(version, index, sequence, self._layouts[name].slots[index], self._layouts[name].slot_bytes)
+        return Slot(version, index, sequence)
 
     def is_intact(self, name: str, slot: Slot) -> bool:
         """Whether nobody has begun to write over ``slot``: what was copied from it before is whole."""
@@ -151,16 +149,20 @@ class Store:
             return self._words[name][self._at(found, slot.index) + _SEQUENCE] == slot.sequence
 
     def replace(self, name: str, version: int, fill: Callable[[Tensor], bool]) -> bool:
-        """``fill`` puts all of ``version`` into the bytes of a slot (uint8); it is committed if that says True.
+        """``fill`` puts all of ``version`` into the bytes of a slot; it is committed if that says True.
 
-        For a set with one writer. The bytes are laid out as in any other store with the same entries.
+        For a set with one writer.
         """
         found = self._set(name)
+        assert len(found.shards) == 1
         with self._writing[name]:
             slot = self._take(found, version, 0)
-            begin = self._layouts[name].slots[slot]
-            filled = fill(self.body[begin : begin + self._layouts[name].slot_bytes])
-            return filled and self._announce(found, slot, version, 0)
+            return fill(self.slot_bytes(name, slot)) and self._announce(found, slot, version, 0)
+
+    def slot_bytes(self, name: str, index: int) -> Tensor:
+        """uint8, a slot as it lies in ``body``: the same bytes in every store with these entries."""
+        layout = self._layouts[self._set(name).name]
+        return self.body[layout.slots[index] :][: layout.slot_bytes]
 
     @property
     def body(self) -> Tensor:

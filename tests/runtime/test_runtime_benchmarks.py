@@ -135,7 +135,8 @@ def test_a_wrong_assumption_on_the_command_line_is_bad_usage(
 
 def test_store_bandwidth_measures_all_ways_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
-    words = ["store_bandwidth", "--mib", "1", "--adapters", "2", "--weights", "3", "--repeats", "4", "--json", str(out)]
+    words = ["store_bandwidth", "--mib", "1", "--adapters", "2", "--weights", "3", "--repeats", "4"]
+    words += ["--networks", "gloo", "--json", str(out)]
     assert main(words) in (0, 1)  # at this size the targets mean nothing
     text = capsys.readouterr().out
     assert max(len(line) for line in text.splitlines() if not line.startswith(("hardware", "wrote"))) <= WIDTH
@@ -145,6 +146,10 @@ def test_store_bandwidth_measures_all_ways_in_turns(tmp_path: Path, capsys: pyte
         assert set(copies["speeds"]) == {"memcpy", "read", "write"}
         assert all(len(speed["wall"]) == len(speed["cpu"]) == 4 for speed in copies["speeds"].values())
         assert f"{copies['name']}: read at {copies['share']['read']:.0%} of memcpy, target 90%" in text
+    assert [(one["network"], one["name"], len(one["pull"]), len(one["memcpy"])) for one in found["pulls"]] == [
+        ("gloo", "base", 4, 4),
+        ("gloo", "adapter", 4, 4),
+    ]
     assert found["planning"]["transfers"] == 3 * 2 * 4
 
 
@@ -155,6 +160,6 @@ def test_a_share_of_memcpy_is_that_of_bandwidths_and_a_missed_target_is_said() -
     assert (copies.share("read"), copies.share("write")) == (0.5, 1.0)
     planned = store_bandwidth.Planning(1, 8, 0.01, 2e-4)
     assert [kept for _, kept in store_bandwidth.targets([copies], planned)] == [False, False]
-    text = store_bandwidth.report([copies], planned)
+    text = store_bandwidth.report([copies], [], planned)
     assert "read at 50% of memcpy, target 90%: MISSED" in text
     assert "200.0 us, target 100 us: MISSED" in text
