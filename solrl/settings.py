@@ -53,8 +53,9 @@ def setting_types(section: type[BaseModel] = Config, prefix: str = "") -> Iterat
 def read_flags(flags: Sequence[str]) -> dict[str, Any]:
     """``["--train.num_steps", "5", "--lora.targets", "to_q", "to_v"]`` -> overrides for ``load_config``.
 
-    ``--key=value`` and hyphens in keys are fine. Values stay text where pydantic knows the type; those of
-    ``reward.options`` and ``train.objective_options`` are read as TOML and stay text where they are none.
+    ``--key=value`` and hyphens in keys are fine, and so is a list as TOML: ``--evaluate.rewards=[]``. Values stay text
+    where pydantic knows the type; those of ``reward.options`` and ``train.objective_options`` are read as TOML and stay
+    text where they are none.
     """
     types = dict(setting_types())
     words: dict[str, list[str]] = {}
@@ -80,6 +81,8 @@ def _from_words(key: str, annotation: Any, words: list[str]) -> Any:
             return None
         annotation = next(choice for choice in choices if choice is not type(None))
     if get_origin(annotation) is tuple:
+        if len(words) == 1 and isinstance(listed := toml_value(words[0]), list):
+            return listed
         element = get_args(annotation)[0]
         if get_origin(element) is not tuple:
             return words

@@ -209,6 +209,12 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     assert "latin.toml is not UTF-8" in failure(path)
 
 
+@pytest.mark.parametrize(("words", "rewards"), [([], ()), (["[]"], ()), (["ocr", "aesthetic"], ("ocr", "aesthetic")),
+                                                (['["ocr", "aesthetic"]'], ("ocr", "aesthetic"))])  # fmt: skip
+def test_a_list_is_given_as_words_or_as_toml(words: list[str], rewards: tuple[str, ...]) -> None:
+    assert load_config("tiny_flux", read_flags(["--evaluate.rewards", *words])).evaluate.rewards == rewards
+
+
 def test_flags_are_read_as_their_setting_wants_them() -> None:
     flags = (
         "--train.num-steps 5 --lora.targets to_q to_v --explore.quantize *attn* nvfp4 * full --model.revision None "
