@@ -2,21 +2,22 @@
 
 Real processes train the same config colocated, shiftable, and shiftable with samples one and two steps old, in several
 seeds; arms of one seed share prompts, noise and initial adapter. Without staleness shiftable must be colocated bit for
-bit, which is checked and makes one seed enough. Finished runs are not repeated.
+bit, which is checked and makes one seed enough. Finished runs are not repeated, nor colocated ones that alignment did.
 
-python -m benchmarks convergence runs/convergence --seeds 6 --png benchmarks/results/convergence.png
+python -m benchmarks convergence runs/convergence --from benchmarks/results/alignment.json
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from benchmarks.alignment.report import LEVEL, curve, paired
-from benchmarks.alignment.study import Cell, is_embedded
+from benchmarks.alignment.study import NAME as ALIGNMENT
+from benchmarks.alignment.study import Cell, is_embedded, settings_digest
 from benchmarks.alignment.tables import TINY
 from benchmarks.arms import Arm, Run, carry_out, launcher, runs
 from benchmarks.common import (
@@ -27,6 +28,7 @@ from benchmarks.common import (
     parser,
     positive_number,
     pyplot,
+    read_json,
     save_figure,
     table,
     whole_number,
@@ -52,7 +54,7 @@ class Trained:
 
     cell: Cell
     seconds: list[float]
-    """Of each step."""
+    """Of each step; of a run that is known by its results only: none."""
     lag: float
     """Steps that the policy which drew was older than the one that learned, mean over steps."""
     shifts: float
@@ -85,19 +87,22 @@ def main(words: Sequence[str]) -> int:
     options.add_argument(
         "--hours", type=positive_number, metavar="H", help="begin no run that would not end within H hours"
     )
+    options.add_argument("--from", dest="results", type=Path, metavar="FILE", help="results of the benchmark alignment:"
+                         " what it trained with the same settings stands for colocated runs")  # fmt: skip
     options.add_argument("--no-train", action="store_true", help="only print what is finished")
     options.add_argument("--png", type=Path, metavar="FILE", help="draw the curves into FILE")
     chosen = parse(options, words)
     if chosen.processes < 2:
         raise UsageError("--processes 1: roles change between processes, give at least 2")
     every = wanted(chosen.folder, chosen.config, chosen.steps, chosen.seeds, chosen.staleness, chosen.overrides)
+    trained = recorded(chosen.results, every) if chosen.results else {}
     if not chosen.no_train:
         carry_out(
-            every, chosen.workers, lambda line: print(line, flush=True), launch=launcher(chosen.processes),
-            hours=chosen.hours,
+            [run for run in every if run.seed == 0 or (run.arm, run.seed) not in trained], chosen.workers,
+            lambda line: print(line, flush=True), launch=launcher(chosen.processes), hours=chosen.hours,
         )  # fmt: skip
     finished = [run for run in every if run.is_finished]
-    trained = {(run.arm, run.seed): Trained.of(run) for run in finished}
+    trained |= {(run.arm, run.seed): Trained.of(run) for run in finished}
     same, known = likenesses(finished, chosen.steps), facts()
     title = f"convergence: {chosen.config}, {chosen.steps} steps, {chosen.processes} processes of a CPU"
     print("\n".join(["", title, hardware(known), "", report(trained, same), "", PAPER]))
@@ -113,12 +118,23 @@ def main(words: Sequence[str]) -> int:
 def wanted(
     folder: Path, config: str, steps: int, seeds: int, staleness: Sequence[int], overrides: Mapping[str, Any]
 ) -> list[Run]:
-    """Every run, all arms of a seed before the next seed; the arm that has to be colocated bit for bit only once."""
+    """Every run, all arms of a seed before the next seed; last of all the one that must be colocated bit for bit."""
     stale = [Arm(f"staleness {lag}", {**TWIN.settings, "runtime.staleness": lag}) for lag in staleness]
     short = TINY if is_embedded(load_config(config, overrides)) else {}
     given = {**short, "evaluate.every_steps": max(steps // EVALUATIONS, 1), **overrides, "train.num_steps": steps}
-    made = runs(folder, config, [BASE, TWIN, *stale], range(seeds), given)
-    return [run for run in made if run.arm != TWIN.name or run.seed == 0]
+    return [*runs(folder, config, [*stale, BASE], range(seeds), given), *runs(folder, config, [TWIN], [0], given)]
+
+
+def recorded(file: Path, every: Sequence[Run]) -> dict[tuple[str, int], Trained]:
+    """The colocated runs among ``every`` whose results ``file`` holds."""
+    digests = {settings_digest(run.config) for run in every if run.arm == BASE.name}
+    cells = [Cell.parse(entry, file) for entry in read_json(file, ALIGNMENT)["cells"]]
+    seeds = {run.seed for run in every}
+    return {
+        (BASE.name, cell.seed): Trained(replace(cell, arm=BASE.name), [], 0.0, 0.0)
+        for cell in cells
+        if cell.settings in digests and cell.seed in seeds
+    }
 
 
 def likenesses(finished: Sequence[Run], steps: int) -> dict[int, Likeness]:
@@ -133,46 +149,56 @@ def likenesses(finished: Sequence[Run], steps: int) -> dict[int, Likeness]:
 
 def report(trained: Mapping[tuple[str, int], Trained], same: Mapping[int, Likeness]) -> str:
     """Held-out rewards by step, paired differences to colocated, and what a step took."""
-    arms = list(dict.fromkeys(arm for arm, _ in trained))
-    if not arms:
+    if not trained:
         return "no run is finished"
-    by_arm = {arm: {seed: one for (name, seed), one in trained.items() if name == arm} for arm in arms}
+    by_arm = {arm: {seed: one for (name, seed), one in trained.items() if name == arm} for arm in ordered(trained)}
     base = {seed: one.final for seed, one in by_arm.get(BASE.name, {}).items()}
     points = [one.cell.curves[one.cell.reward] for one in trained.values()]
+    steps = sorted({step for line in points for step, _, _ in line})
     rewards, times = [], []
     for arm, mine in by_arm.items():
-        curves = [one.cell.curves[one.cell.reward] for one in mine.values()]
-        means = [fmean(values) for values in zip(*([mean for _, mean, _ in line] for line in curves), strict=True)]
+        means = [
+            [mean for one in mine.values() for at, mean, _ in one.cell.curves[one.cell.reward] if at == step]
+            for step in steps
+        ]
         minus = "" if arm == BASE.name else paired({seed: one.final for seed, one in mine.items()}, base)
-        rewards.append([arm, str(len(mine)), *(f"{mean:.4f}" for mean in means), minus])
-        seconds = [value for one in mine.values() for value in one.seconds]
-        times.append([
-            arm, f"{fmean(one.lag for one in mine.values()):.2f}", f"{fmean(one.shifts for one in mine.values()):.1f}",
-            f"{median(seconds):.1f}", f"{min(seconds):.1f}",
-        ])  # fmt: skip
+        rewards.append([arm, str(len(mine)), *(f"{fmean(found):.4f}" if found else "" for found in means), minus])
+        timed = [one for one in mine.values() if one.seconds]
+        if timed:
+            seconds = [value for one in timed for value in one.seconds]
+            lag, shifts = fmean(one.lag for one in timed), fmean(one.shifts for one in timed)
+            times.append([arm, f"{lag:.2f}", f"{shifts:.1f}", f"{median(seconds):.1f}", f"{min(seconds):.1f}"])
     error = fmean(line[-1][2] for line in points)
-    first = next(iter(trained.values())).cell
-    steps = [f"step {step}" for step, _, _ in points[0]]
     checks = [
         f"seed {seed}: shiftable {'IS' if one.is_equal else 'IS NOT'} colocated bit for bit: {one.line}"
         for seed, one in same.items()
     ]
+    reward = next(iter(trained.values())).cell.reward
     return "\n".join([
-        f"held-out {first.reward} of the averaged weights, mean over seeds (standard error over prompts {error:.3f})",
-        table(["", "seeds", *steps, f"minus {BASE.name} [{LEVEL:.0%}]"], rewards), "",
+        f"held-out {reward} of the averaged weights, mean over seeds (standard error over prompts {error:.3f})",
+        table(["", "seeds", *(f"step {step}" for step in steps), f"minus {BASE.name} [{LEVEL:.0%}]"], rewards), "",
         *checks, "",
         table(["", "lag", "shifts/step", "median s/step", "fastest"], times),
         "  lag      steps that the policy which drew was older than the one that learned, mean over steps",
     ])  # fmt: skip
 
 
+def ordered(trained: Mapping[tuple[str, int], Trained]) -> list[str]:
+    """The arms that there are: the two that must be equal first."""
+    arms = dict.fromkeys(arm for arm, _ in trained)
+    return [arm for arm in (BASE.name, TWIN.name) if arm in arms] + [
+        arm for arm in arms if arm not in (BASE.name, TWIN.name)
+    ]
+
+
 def draw(trained: Mapping[tuple[str, int], Trained], path: Path) -> None:
     """Held-out reward over steps, and over seconds as recorded."""
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
-    for number, arm in enumerate(dict.fromkeys(arm for arm, _ in trained)):
+    for number, arm in enumerate(ordered(trained)):
         cells = [one.cell for (name, _), one in trained.items() if name == arm]
         curves = [cell.curves[cell.reward] for cell in cells]
-        curve(left, arm, f"C{number}", curves)
+        common = set.intersection(*({step for step, _, _ in points} for points in curves))
+        curve(left, arm, f"C{number}", [[point for point in points if point[0] in common] for points in curves])
         for cell, points in zip(cells, curves, strict=True):
             right.plot(cell.wall_s, [mean for _, mean, _ in points], color=f"C{number}", alpha=0.6)
         left.set_ylabel(f"held-out {cells[0].reward}")

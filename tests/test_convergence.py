@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.alignment.study import Cell
-from benchmarks.convergence import Trained, likenesses, main, report, wanted
+from benchmarks.convergence import Trained, likenesses, main, recorded, report, wanted
 from benchmarks.likeness import likeness
 from solrl.errors import UsageError
 from solrl.settings import save_config
@@ -54,8 +54,9 @@ def test_shiftable_runs_are_colocated_ones_and_stale_ones_are_not(
     assert list(found) == ["colocated", "shiftable", "staleness 1"]
     assert found["shiftable"] == [*found["colocated"], "+0.0000"]
     kept = json.loads(written.read_text())
-    lags, shifts = ([run[key] for run in kept["runs"]] for key in ("lag", "shifts"))
-    assert lags == [0, 0, 0.5] and shifts[0] == 0 < min(shifts[1:])  # the first step is never stale
+    found_in = {run["cell"]["arm"]: (run["lag"], run["shifts"]) for run in kept["runs"]}
+    assert {arm: lag for arm, (lag, _) in found_in.items()} == {"colocated": 0, "shiftable": 0, "staleness 1": 0.5}
+    assert [arm for arm, (_, shifts) in found_in.items() if not shifts] == ["colocated"]
     assert (folder / "convergence.png").stat().st_size > 10_000
     assert not likeness(folder / "runs/staleness 1/seed_0", folder / "runs/colocated/seed_0", STEPS).is_equal
 
@@ -73,14 +74,16 @@ def test_a_candidate_that_differs_is_found(folder: Path, capsys: pytest.CaptureF
         ledger.write_text(whole)
 
 
-def test_all_arms_of_a_seed_come_first_and_the_equal_one_is_trained_once(tmp_path: Path) -> None:
+def test_all_arms_of_a_seed_come_first_and_the_equal_one_last_and_once(tmp_path: Path) -> None:
     every = wanted(tmp_path, "tiny_flux", 8, 2, [1, 2], {})
     assert [(run.arm, run.seed) for run in every] == [
-        ("colocated", 0), ("shiftable", 0), ("staleness 1", 0), ("staleness 2", 0),
-        ("colocated", 1), ("staleness 1", 1), ("staleness 2", 1),
+        *((arm, seed) for seed in (0, 1) for arm in ("staleness 1", "staleness 2", "colocated")), ("shiftable", 0)
     ]  # fmt: skip
-    modes = [(run.config.runtime.mode, run.config.runtime.staleness) for run in every[:4]]
-    assert modes == [("colocated", 0), ("shiftable", 0), ("shiftable", 1), ("shiftable", 2)]
+    modes = {run.arm: (run.config.runtime.mode, run.config.runtime.staleness) for run in every}
+    assert modes == {
+        "colocated": ("colocated", 0), "shiftable": ("shiftable", 0),
+        "staleness 1": ("shiftable", 1), "staleness 2": ("shiftable", 2),
+    }  # fmt: skip
     assert {(run.config.train.num_steps, run.config.evaluate.every_steps) for run in every} == {(8, 2)}
     assert likenesses([], 8) == {}
 
@@ -96,6 +99,14 @@ def test_differences_are_taken_seed_by_seed() -> None:
     stale = {("staleness 1", seed): trained("staleness 1", seed, 0.39 + 0.1 * seed) for seed in (0, 1, 2)}
     line = rows(report(base | stale, {}))["staleness 1"]
     assert line[0] == "3" and " ".join(line[3:]) == "-0.0100 [-0.0100, -0.0100] *"
+
+
+def test_what_alignment_trained_with_the_same_settings_stands_for_colocated_runs() -> None:
+    """Its plain two-stage runs, and none of another number of steps."""
+    results = Path(__file__).parents[1] / "benchmarks" / "results" / "alignment.json"
+    found = recorded(results, wanted(Path("runs"), "tiny_flux", 8, 3, [1], {}))
+    assert set(found) == {("colocated", seed) for seed in range(3)} and found["colocated", 0].cell.last_step == 8
+    assert not recorded(results, wanted(Path("runs"), "tiny_flux", 16, 3, [1], {}))
 
 
 def test_one_process_has_nobody_to_share_with(tmp_path: Path) -> None:

@@ -61,6 +61,15 @@ class Cell:
         return cls(run.config.reward.name, run.arm, run.seed, settings_digest(run.config), curves,
                    dict(sorted(fastest.items())), spent, hardware(known))  # fmt: skip
 
+    @classmethod
+    def parse(cls, entry: dict[str, Any], file: Path) -> Cell:
+        """One of those that ``file`` holds."""
+        try:
+            curves = {name: [(int(s), m, e) for s, m, e in points] for name, points in entry["curves"].items()}
+            return cls(**{**entry, "curves": curves})
+        except (TypeError, ValueError, KeyError) as error:
+            raise UsageError(f"{file} holds a cell that is none: {error}") from None
+
     def value(self, step: float, reward: str = "") -> float:
         """The held-out reward after ``step`` steps, straight between evaluations; at most the last one's."""
         return interpolate([(at, mean) for at, mean, _ in self.curves[reward or self.reward]], step)
@@ -234,11 +243,7 @@ class Results:
 
     def _read(self) -> None:
         for entry in read_json(self.file, NAME)["cells"]:
-            try:
-                curves = {name: [(int(s), m, e) for s, m, e in points] for name, points in entry["curves"].items()}
-                cell = Cell(**{**entry, "curves": curves})
-            except (TypeError, ValueError, KeyError) as error:
-                raise UsageError(f"{self.file} holds a cell that is none: {error}") from None
+            cell = Cell.parse(entry, self.file)
             arm = self._arm(cell.reward, cell.settings)
             if arm is None:
                 self.others.append(entry)
