@@ -100,7 +100,7 @@ def test_settings_of_the_command_change_every_arm_but_not_what_an_arm_is(tmp_pat
 
 
 def test_arms_at_equal_compute_get_as_many_evaluations_as_two_stages(tmp_path: Path) -> None:
-    arms = study(tmp_path, "1", "objectives").arms
+    arms = study(tmp_path, "1").arms
     whole = {arm: config.train.num_steps * step_evaluations(config) for (_, arm), config in arms.items()}
     for arm, evaluations in whole.items():
         assert abs(evaluations - whole["sol_rl"]) <= step_evaluations(arms["shapes", arm]) / 2, arm
@@ -254,7 +254,7 @@ def test_a_reward_that_is_never_reached_gives_no_speed_up(tmp_path: Path) -> Non
 
 def test_gains_are_counted_in_errors_of_both_evaluations(tmp_path: Path) -> None:
     plan = study(tmp_path, "objectives")
-    line = line_of(report_of(plan, cell(plan, "dpo", 0, 0.3, 0.4)).text(), "dpo, two stages")
+    line = line_of(report_of(plan, cell(plan, "explored_dpo", 0, 0.3, 0.4)).text(), "dpo")
     assert line.split()[-1] == f"{0.1 / (0.02 * 2**0.5):.1f}"
 
 

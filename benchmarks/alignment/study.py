@@ -137,6 +137,8 @@ class Study:
 
     def _num_steps(self, method: Method, given: Mapping[str, Any]) -> int:
         steps = self.base.train.num_steps
+        if method.steps:
+            return method.steps
         if method.equal == "steps":
             return steps
         return max(1, round(steps * step_evaluations(self.base) / step_evaluations(load_config(self.config, given))))
