@@ -60,7 +60,7 @@ ROUNDS = [Round(2000, 0.5, 0.67, 0.33), Round(1300, 0.5, 0.67, 0.33), Round(1000
 FAMILIES: dict[str, tuple[Callable[[int], Any], type[Flow], list[Round]]] = {
     "flux": (build_flux, FluxFlow, ROUNDS),
     "sd3": (build_sd3, SD3Flow, ROUNDS[:3]),
-    "sana": (build_sana, SanaFlow, [Round(1500, 0.5, 0.67, 0.33)]),
+    "sana": (build_sana, SanaFlow, [Round(1500, 0.5, 0.67, 0.33), *ROUNDS[1:3]]),
 }
 
 

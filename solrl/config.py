@@ -25,7 +25,7 @@ class ModelConfig(Section):
     family: str = "flux"
     """Model family: flux, sd3 (3.5 Medium and Large), sana, or a dotted path `package.module:PolicyClass`."""
     path: str = "tiny_flux"
-    """A local diffusers folder, a hub id, or the name of an embedded model (tiny_flux, tiny_sd3)."""
+    """A local diffusers folder, a hub id, or the name of an embedded model (tiny_flux, tiny_sd3, tiny_sana)."""
     revision: str | None = None
     """Hub revision; only for hub ids."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

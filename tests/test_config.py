@@ -25,7 +25,16 @@ def toml(folder: Path, text: str) -> Path:
     return path
 
 
-SHIPPED = ["flux1_dev", "sana_1600m", "sd35_large", "sd35_medium", "tiny_flux", "tiny_flux_long", "tiny_sd3"]
+SHIPPED = [
+    "flux1_dev",
+    "sana_1600m",
+    "sd35_large",
+    "sd35_medium",
+    "tiny_flux",
+    "tiny_flux_long",
+    "tiny_sana",
+    "tiny_sd3",
+]
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -20,7 +20,7 @@ from solrl.train import run_step
 from solrl.types import UsageError
 from tests.parts import ALONE, CPU, never, stopwatch, tiny_config
 
-FAMILIES = ("tiny_flux", "tiny_sd3")
+FAMILIES = ("tiny_flux", "tiny_sd3", "tiny_sana")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -20,7 +20,7 @@ from tests.families import diffusers_call
 from tests.parts import CPU, tiny_config
 from tests.test_processes import launch, same_bits
 
-NAMES = ("tiny_flux", "tiny_sd3")
+NAMES = ("tiny_flux", "tiny_sd3", "tiny_sana")
 
 
 def load(config: Config) -> DiffusersPolicy:
@@ -54,7 +54,7 @@ def test_an_embedded_model_draws_what_its_prompts_say(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", [pytest.param("tiny_sd3", marks=pytest.mark.long), "tiny_sana"])
 def test_two_processes_train_an_embedded_model_as_one_does_and_diffusers_draws_the_result(
     name: str, tmp_path: Path
 ) -> None:
