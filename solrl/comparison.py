@@ -201,7 +201,7 @@ class _Bench:
             evaluation = heldout.evaluate(policy, config, world=self.world, clock=clock, stop=self.stop)
             result.scores[weights] = evaluation.scores
             if self.world.is_main or self.world.in_step:
-                result.grids[weights] = heldout.grid(policy, config)
+                result.grids[weights] = heldout.grid(policy, config, evaluation)
         return result
 
 

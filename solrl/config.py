@@ -107,7 +107,11 @@ class RewardConfig(Section):
     something else, so that its memory is free meanwhile; only in the other runtime modes than colocated.
     """
     process_gpus: int = Field(0, ge=0)
-    """GPUs of each such child, behind those of the run's processes; 0: it shares the one of its parent."""
+    """GPUs of each such child; 0: it shares its parent's.
+
+    resident: GPUs of its own, behind those of the run's processes. shifting: those of so many of the run's processes,
+    which score together: while one child runs on the GPUs of all, none of them holds anything of the model.
+    """
     max_missing_share: float = Field(0.1, ge=0, le=1)
     """The run stops when more than this share of a step's scores is missing."""
 
@@ -393,6 +397,17 @@ class Config(Section):
             raise ValueError("reward.process = shifting needs a runtime.mode in which roles shift: set it to resident")
         if self.reward.process_gpus and self.reward.process == "off":
             raise ValueError("reward.process_gpus needs a reward.process")
+        if self.replica_size and self.runtime.mode == "auto":
+            raise ValueError(
+                "runtime.mode = auto measures a step in which every process scores beside its model, and with "
+                "reward.process_gpus under reward.process = shifting none can: choose shiftable or async_score"
+            )
+        num_score = self.runtime.score_processes
+        if self.replica_size and self.runtime.mode == "async_score" and num_score % self.replica_size:
+            raise ValueError(
+                f"runtime.score_processes ({num_score}) must be a multiple of reward.process_gpus "
+                f"({self.replica_size}): so many processes score together"
+            )
         if self.runtime.staleness and self.explore.min_fidelity:
             raise ValueError("explore.min_fidelity and runtime.staleness exclude each other: set one to 0")
         if self.runtime.staleness and self.explore.recalibrate_every_steps:
@@ -427,6 +442,11 @@ class Config(Section):
     def pool_size(self) -> int:
         """Candidates drawn per prompt and step: N, or K where nothing is explored."""
         return self.explore.group_size if self.explore.enabled else self.regenerate.group_size
+
+    @property
+    def replica_size(self) -> int:
+        """Processes that give their GPUs to one child while it scores; 0: none does."""
+        return self.reward.process_gpus if self.reward.process == "shifting" else 0
 
     @property
     def train_stage(self) -> StageConfig:

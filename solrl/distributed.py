@@ -66,6 +66,13 @@ class World:
                 tensor.copy_(there)
         return tensor
 
+    def texts(self, text: str) -> list[str]:
+        """What each rank has to say, by rank; no NUL in it."""
+        data = text.encode()
+        table = torch.zeros(self.size, int(self.max_(torch.tensor(len(data)))), dtype=torch.uint8)
+        table[self.rank, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+        return [bytes(row.tolist()).rstrip(b"\0").decode() for row in self.sum_(table)]
+
     def shares(self, number: int) -> Iterator[int]:
         """Of 0 .. number - 1 every ``size``-th is this process's.
 

@@ -14,7 +14,7 @@ from solrl.config import Config, StageConfig
 from solrl.distributed import World
 from solrl.groups import group_seeds
 from solrl.image_statistics import STATISTICS
-from solrl.rollout import ScoreBoard, call_reward, rollout
+from solrl.rollout import ScoreBoard, call_reward, rollout, scored, weighted
 from solrl.types import Conditioning, Policy, Reward, Scores
 
 GRID_PROMPTS, GRID_SEEDS = 8, 4
@@ -64,9 +64,11 @@ class HeldOut:
             policy, self.conditioning, self.prompts, seeds, evaluation_stage(config),
             batch=config.batch, world=world, clock=clock, stop=stop, phase="evaluate",
         )  # fmt: skip
-        for part in parts:
+        (first, trained), *others = self.rewards.items()
+        for part, values, present in scored(trained, parts, clock, "evaluate"):
+            boards[first].enter(part.index, weighted(trained, values), present)
             with clock.phase("evaluate"):
-                for name, reward in self.rewards.items():
+                for name, reward in others:
                     boards[name].enter(part.index, *call_reward(reward, part.images, part.prompts))
                 for name, measure in STATISTICS.items():
                     statistics[name][part.index] = measure(part.images).cpu()
@@ -75,8 +77,9 @@ class HeldOut:
             {name: world.sum_(values).view(shape) for name, values in statistics.items()},
         )
 
-    def grid(self, policy: Policy, config: Config) -> tuple[Tensor, Tensor]:
-        """Images [P, M, 3, H, W] of the first prompts on the first evaluation seeds, and their rewards [P, M].
+    def grid(self, policy: Policy, config: Config, evaluation: Evaluation) -> tuple[Tensor, Tensor]:
+        """Images [P, M, 3, H, W] of the first prompts on the first evaluation seeds, drawn again, and their rewards
+        [P, M] in ``evaluation``.
 
         A missing reward is NaN here, where it is only shown.
         """
@@ -84,17 +87,15 @@ class HeldOut:
         columns = min(GRID_SEEDS, config.evaluate.images_per_prompt)
         seeds = group_seeds(config.evaluate.seed, 0, len(prompts), columns, "evaluate")
         alone = World(0, 1, policy.device)
-        reward = next(iter(self.rewards.values()))
-        images, values = [], []
+        images = []
         for part in rollout(
             policy, self.conditioning, prompts, seeds, evaluation_stage(config),
             batch=config.batch, world=alone, clock=Stopwatch(alone.device), stop=lambda: None, phase="grid",
         ):  # fmt: skip
             images.append(part.images.cpu())
-            scored, present = call_reward(reward, part.images, part.prompts)
-            values.append(torch.where(present, scored, torch.nan))
-        shape = (len(prompts), columns)
-        return torch.cat(images).unflatten(0, shape), torch.cat(values).view(shape)
+        shown = next(iter(evaluation.scores.values()))
+        values = torch.where(shown.present, shown.values, torch.nan)[: len(prompts), :columns]
+        return torch.cat(images).unflatten(0, (len(prompts), columns)), values
 
 
 def evaluation_stage(config: Config) -> StageConfig:

@@ -77,7 +77,8 @@ class Overlap:
         self._said: dict[int, tuple[list[str], Conditioning, Seeds]] = {}
         self._in_trees: int | None = None  # the step whose version the rollout trees hold
         self._data: TrainingSet | None = None
-        self._total: OrderFreeSum | None = None
+        self.total: OrderFreeSum | None = None
+        """Where this process sums up the gradient of the step at hand."""
         self._summed: list[int] = []  # micro-batches in it
 
     def run_step(self, step: int) -> StepRecord:
@@ -103,10 +104,10 @@ class Overlap:
         with session.ahead.beside("draw", fresh, crew.clock):
             self._train_and_draw(following)
         with crew.clock.phase("update"):
-            metrics = learner.finish(self._total, session.world) if self._total else {}
-            if not self._total:
+            metrics = learner.finish(self.total, session.world) if self.total else {}
+            if not self.total:
                 learner.age_old_()
-            self._data = self._total = None
+            self._data = self.total = None
         with session.ahead.beside("requantize", fresh, crew.clock), crew.clock.phase("requantize"):
             synced = session.sync()
         return StepRecord(prompts, seeds, proxy, selection, rewards, audits, metrics, synced, scales, version, lag)
@@ -125,11 +126,11 @@ class Overlap:
     def add(self, number: int) -> None:
         """The gradient of micro-batch ``number`` is in this process's sum."""
         learner, data = self.crew.session.learner, self._data
-        assert data is not None and self._total is not None
+        assert data is not None and self.total is not None
         if learner.merged_old:
             self.prepare(self._step)
         with self.crew.clock.phase("gradient"):
-            learner.add(self._total, data, number)
+            learner.add(self.total, data, number)
         self._summed.append(number)
 
     def _open_draws(self) -> None:
@@ -156,7 +157,7 @@ class Overlap:
         crew, learner, data = self.crew, self.crew.session.learner, self._data
         self._summed, updates = [], list[Job]()
         if data is not None:
-            self._total = learner.begin(data)
+            self.total = learner.begin(data)
             number = (self._step + 2) * NUMBERS - learner.num_batches(data)  # after what is awaited
             updates = [
                 Job(number + n, EXPLORE, {"stage": "update", "number": n}, 1, "update")

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from solrl.distributed import start
 from solrl.groups import restrict
 from solrl.hub import check_push, push_run
 from solrl.jobs import Stage, StepDraw, StepJobs, stage_of
+from solrl.judging import Judging, most_parts
 from solrl.launch import check_launcher
 from solrl.modes import advise_mode
 from solrl.objectives.base import open_objective
@@ -46,21 +48,21 @@ from solrl.rollout import (
     velocity_of,
 )
 from solrl.runtime.blobs import BlobRef, Blobs
-from solrl.runtime.context import Context, Residency
-from solrl.runtime.controller import AHEAD, Jobs
+from solrl.runtime.context import Context, Residency, ShiftFailed
+from solrl.runtime.controller import AHEAD, Jobs, Plan
 from solrl.runtime.gang import Gang
 from solrl.runtime.mailbox import connect
 from solrl.runtime.network import is_one_machine, machine, own_address
 from solrl.runtime.plans import fixed, planned
 from solrl.runtime.roles import EXPLORE, SCORE, TRAIN
-from solrl.runtime.worker import Work
+from solrl.runtime.worker import Begin, Work
 from solrl.samplers import SamplerState, advance
-from solrl.scorer import pack
+from solrl.scorer import GRACE_S, LOOK_S, ChildReward, pack
 from solrl.session import Session, StepRecord, open_session
 from solrl.signals import SignalStop
 from solrl.tracking import check_trackers
 from solrl.train import Drawn, run_step, select
-from solrl.types import Conditioning, Policy, Rollouts, Scores, Seeds, UsageError
+from solrl.types import Conditioning, Policy, Rollouts, Scores, Seeds, SolrlError, UsageError
 
 MODES: tuple[Literal["colocated", "async_score", "shiftable"], ...] = ("colocated", "async_score", "shiftable")
 
@@ -79,10 +81,10 @@ def pipeline(
         session = open_session(config, world, stop)
         with Recorder(session, resume) as recorder, open_crew(session, recorder.step) as crew:
             for step in recorder.steps():
+                session.rest()
                 crew.log.step, clock = step, LoggedStopwatch(world.device, crew.log)
                 with recorder.saving_on_interrupt(step), crew.gang.naming_the_lost(lambda: stop.received is not None):
                     metrics = recorder.record(step, crew.run_step(step, clock), clock)
-                session.rest()
                 crew.choose_mode(clock, recorder.tracking.plan)
                 if on_step:
                     on_step(metrics)
@@ -100,6 +102,11 @@ class Crew:
         self.overlap = Overlap(self)
         self.clock = Stopwatch(session.world.device)
         self._is_warm = session.compile_mode == "off"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What this process gives up where a judge takes its device."""
+        total = self.overlap.total
+        return self.session.tensors() | ({} if total is None else {"gradient": total.total})
 
     def run_step(self, step: int, clock: Stopwatch) -> StepRecord:
         """One step in the mode at hand."""
@@ -152,7 +159,32 @@ class Crew:
     def work(self, jobs: Jobs | None, is_enough: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         """The outcome of ``jobs``, which rank 0 has; with ``is_enough`` as soon as that is so."""
         plan = fixed(self.num_score) if self.mode == "async_score" else planned
-        return self.gang.work({"explore": self.begin_draw, "score": self.begin_score}, jobs, plan, is_enough)
+        return self.work_as({"explore": self.begin_draw, "score": self.begin_score}, jobs, plan, is_enough)
+
+    def work_as(
+        self,
+        roles: Mapping[str, Begin],
+        jobs: Jobs | None,
+        plan: Plan,
+        is_enough: Callable[[], bool] = lambda: False,
+    ) -> dict[str, Any]:
+        """``Gang.work``; also where that is ended early, this process has its tensors afterwards."""
+        try:
+            return self.gang.work(roles, jobs, plan, is_enough)
+        except SolrlError:
+            self._take_back()
+            raise
+
+    def _take_back(self) -> None:
+        """Role train; a judge may need a moment to leave this process's device."""
+        residency, until = self.gang.worker.residency, time.monotonic() + 2 * GRACE_S
+        while True:
+            try:
+                return residency.shift_to(TRAIN)
+            except ShiftFailed:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(LOOK_S)
 
     def gather(self, step: int, owners: dict[str, list[int]]) -> Drawn:
         """A step that is drawn, equal on every rank; of each micro-batch one process keeps the latents."""
@@ -178,8 +210,11 @@ class Crew:
 
     def take(self, reference: dict[str, Any]) -> dict[str, Tensor]:
         """What another process has left, on this one's device."""
-        found = self.blobs.get(BlobRef.from_json(reference))
-        return {name: tensor.to(self.session.world.device) for name, tensor in found.items()}
+        return {name: tensor.to(self.session.world.device) for name, tensor in self.fetch(reference).items()}
+
+    def fetch(self, reference: dict[str, Any]) -> dict[str, Tensor]:
+        """The same, in host memory."""
+        return self.blobs.get(BlobRef.from_json(reference))
 
     def free(self, reference: dict[str, Any]) -> None:
         """Nobody will take it again."""
@@ -259,7 +294,8 @@ class Scoring:
         """The scores; the images are given free once there are some."""
         crew, session = self.crew, self.crew.session
         with crew.clock.phase("score"):
-            images = crew.take(self.payload["images"])["images"]
+            get = crew.fetch if isinstance(session.reward, ChildReward) else crew.take  # a child's way is by the host
+            images = get(self.payload["images"])["images"]
             prompts = [crew.draws[self.payload["step"]].prompts[group] for group, _ in self.payload["members"]]
             values, present = call_parts(session.reward, images, prompts)
         crew.free(self.payload["images"])
@@ -275,19 +311,31 @@ def open_crew(session: Session, step: int) -> Iterator[Crew]:
     config, world = session.config, session.world
     image = 3 * config.model.height * config.model.width
     latents = 2 * math.prod(session.policy.latent_shape)
-    ring = 4 * config.batch.rollout * ((AHEAD * world.size + 2) * image + 2 * latents) + 2**16
+    size, num_heldout = config.replica_size, len(session.heldout_prompts)
+    waiting = most_parts(config, num_heldout, world.size) if size else 0
+    ring = 4 * config.batch.rollout * ((AHEAD * world.size + 2 + waiting) * image + 2 * latents) + 2**16
     host = "" if is_one_machine() else own_address()
     with (
         connect(world, config.runtime.lost_after_s) as post,
         Blobs(world.rank, ring, machine=machine(), host=host, token=post.token) as blobs,
         DecisionLog(config.output.dir if world.is_main else None, step) as log,
     ):
-        # Every process has loaded all there is, so its roles are resident together: no tensor is released.
+        # Every process has loaded all there is, so its roles are resident together and no tensor is released; unless a
+        # judge takes its GPU: then all of them are, and wait in host memory.
+        held = [
+            Context(role, lambda: crew.tensors() if size else {}, [("*", "offloadable")]) for role in (EXPLORE, TRAIN)
+        ]
         score = Context(SCORE, dict, (), start=session.wake, stop=session.rest)
-        residency = Residency([Context(EXPLORE, dict, ()), score, Context(TRAIN, dict, ())], TRAIN)
+        residency = Residency([*held, score], TRAIN, budget_bytes=0 if size else None)
         session.rest()
-        gang = Gang(post, residency, log, stop=session.stop, job_timeout_s=config.runtime.job_timeout_s)
-        yield Crew(session, gang, blobs, log)
+        gang = Gang(
+            post, residency, log,
+            stop=session.stop, job_timeout_s=config.runtime.job_timeout_s, replica_size=max(size, 1),
+        )  # fmt: skip
+        crew = Crew(session, gang, blobs, log)
+        if size and isinstance(session.reward, ChildReward):
+            session.reward.together = Judging(crew)
+        yield crew
 
 
 def check_mode(config: Config) -> None:
@@ -298,6 +346,12 @@ def check_mode(config: Config) -> None:
             "use runtime.mode = colocated"
         )
     size = int(os.environ.get("WORLD_SIZE", "1"))
+    here, replica = int(os.environ.get("LOCAL_WORLD_SIZE", size)), config.replica_size
+    if replica and here % replica:
+        raise UsageError(
+            f"reward.process_gpus = {replica}: so many processes score together, and a machine has {here}: start a "
+            f"multiple of {replica} on each, or change it"
+        )
     if config.runtime.mode == "async_score" and config.runtime.score_processes >= size:
         raise UsageError(
             f"runtime.score_processes = {config.runtime.score_processes} of {size} processes leaves none to draw: "

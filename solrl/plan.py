@@ -112,10 +112,17 @@ def make_plan(
     precision = gpu.cheapest if config.explore.precision == "auto" else config.explore.precision
     if precision in ("fp8", "nvfp4") and gpu.tflops(precision) is None:
         raise UsageError(f"explore.precision = {precision}: a {gpu.name} has no such arithmetic; use auto or full")
+    size, own = config.replica_size, config.reward.process_gpus > 0
+    if size and num_gpus % size:
+        raise UsageError(
+            f"reward.process_gpus = {size} processes score together: {num_gpus} GPUs are no multiple of that"
+        )
     costs, notes = _reward_costs(config)
     if config.model.shard:
         notes.append("what sharding sends between GPUs takes time that is not counted")
-    resident = _resident(config, shapes, precision if config.explore.enabled else "full", costs, num_gpus)
+    beside = {name: cost for name, cost in costs.items() if not own or name in config.evaluate.rewards}
+    resident = _resident(config, shapes, precision if config.explore.enabled else "full", beside, num_gpus)
+    notes += _judge_notes(config, resident) if own else []
     room = gpu.memory_gib * GIB * (1 - RESERVED) - sum(part.bytes for part in resident)
     return Plan(
         config=config,
@@ -298,7 +305,7 @@ def _next_change(plan: Plan, config: Config) -> tuple[str, Any] | None:
     helps = plan.num_gpus > 2 or not config.lora.enabled  # a sharded rollout tree is a copy of the base
     if plan.num_gpus > 1 and helps and not config.model.shard and config.runtime.mode == "colocated":
         return "model.shard", True
-    if config.reward.name not in ("remote", "shapes", "ocr"):
+    if config.reward.name not in ("remote", "shapes", "ocr") and not config.reward.process_gpus:
         return "reward.name", "remote"
     if plan.precision != "full":
         return "explore.precision", "full"
@@ -320,6 +327,18 @@ def _reward_costs(config: Config) -> tuple[dict[str, tuple[float, float]], list[
         else:
             notes.append(f"what the reward {name} takes is not known and not counted"[: WIDTH - 6])
     return costs, notes
+
+
+def _judge_notes(config: Config, resident: list[Part]) -> list[str]:
+    """Where a trained reward that is on none of the counted parts is."""
+    gpus = config.reward.process_gpus
+    if not config.replica_size:
+        return [f"each process's reward has {gpus} GPU{'s' * (gpus > 1)} of its own, which are not counted"]
+    gib = sum(part.bytes for part in resident) / GIB
+    return [
+        f"the judge has GPUs of {gpus} process{'es' * (gpus > 1)} to itself; what it takes is not counted",
+        f"{gib:.1f} GiB of each process wait in host memory then; moving is not counted",
+    ]
 
 
 def _word(value: Any) -> str:

@@ -57,20 +57,13 @@ class Recorder:
         self.heldout = self._open_heldout()
 
     def __enter__(self) -> Self:
-        try:
-            self.tracking.plan(self._plan())
-            if not self.tracking.history:
-                self.tracking.log({"step": 0} | self._evaluate(0))
-        except BaseException:  # __exit__ is not called then, and the terminal has to be given back
-            self._close()
-            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self.is_main and (error is None or isinstance(error, SolrlError)):
+            if self.is_main and self.tracking.history and (error is None or isinstance(error, SolrlError)):
                 self.tracking.plan(labelled("verdict", judge(self.config, self.tracking.history).line))
             if self.is_main and error is None:
                 self._finish()
@@ -78,7 +71,13 @@ class Recorder:
             self._close()
 
     def steps(self) -> Iterator[int]:
-        """The steps still to do: up to train.num_steps, or to an evaluation at which train.early_stop ends the run."""
+        """The steps still to do: up to train.num_steps, or to an evaluation at which train.early_stop ends the run.
+
+        Before the first one the plan is shown, and a new run evaluated.
+        """
+        self.tracking.plan(self._plan())
+        if not self.tracking.history:
+            self.tracking.log({"step": 0} | self._evaluate(0))
         for step in range(self.step + 1, self.config.train.num_steps + 1):
             if stops_early(self.config, self.tracking.history):
                 self.tracking.plan(labelled("early stop", f"after step {step - 1}, as train.early_stop says"))
@@ -197,7 +196,7 @@ class Recorder:
                 session.rollout_policy, self.config, world=self.world, clock=clock, stop=session.stop
             )
             if self.is_main or self.world.in_step:
-                images, values = self.heldout.grid(session.rollout_policy, self.config)
+                images, values = self.heldout.grid(session.rollout_policy, self.config, evaluation)
             if self.is_main:
                 path = self.config.output.dir / "samples" / f"step_{step:06d}.png"
                 save_grid(path, images, self.heldout.prompts[: len(images)], rewards=values, title=f"step {step}")

@@ -8,6 +8,7 @@ only until they are scored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -20,6 +21,7 @@ from solrl.config import BatchConfig, StageConfig
 from solrl.distributed import World
 from solrl.groups import noise, standardized_sum
 from solrl.samplers import sample
+from solrl.scorer import ChildReward
 from solrl.types import (
     Conditioning,
     PathSampler,
@@ -112,15 +114,34 @@ def score(
     Raises SolrlError when the reward fails or answers with NaN, inf or a wrong shape. A rank without samples joins in.
     """
     board = ScoreBoard(shape, part_weights(reward))
-    for part in rollouts:
-        with clock.phase("score"):
-            require_finite(part)
-            board.add(part, *call_parts(reward, part.images, part.prompts))
+    for part, values, present in scored(reward, map(require_finite, rollouts), clock, "score"):
+        board.add(part, values, present)
     return board.gather(world)
 
 
-def require_finite(part: Rollouts) -> None:
-    """Raises SolrlError for the model's own failure, before a reward is blamed for it."""
+def scored(
+    reward: Reward, rollouts: Iterable[Rollouts], clock: Stopwatch, phase: str
+) -> Iterator[tuple[Rollouts, Tensor, Tensor]]:
+    """Every part with its values and which are present, as ``call_parts`` gives them.
+
+    Where several processes have one judge between them all parts are drawn first; images wait in host memory.
+    """
+    together = reward.together if isinstance(reward, ChildReward) else None
+    if together is None:
+        for part in rollouts:
+            with clock.phase(phase):
+                answer = call_parts(reward, part.images, part.prompts)
+            yield part, *answer
+        return
+    parts = [replace(part, images=part.images.cpu()) for part in rollouts]
+    with clock.phase(phase):
+        answers = together([(part.images, part.prompts) for part in parts])
+    for part, answer in zip(parts, answers, strict=True):
+        yield replace(part, images=part.images.to(part.clean.device)), *answer
+
+
+def require_finite(part: Rollouts) -> Rollouts:
+    """``part``. Raises SolrlError for the model's own failure, before a reward is blamed for it."""
     bad = (~part.clean.isfinite().flatten(1).all(1)).nonzero().flatten()
     if len(bad):
         raise SolrlError(
@@ -128,6 +149,7 @@ def require_finite(part: Rollouts) -> None:
             f"{part.prompts[int(bad[0])]!r}: resume from an earlier checkpoint with a lower train.learning_rate, or "
             "try explore.precision = full"
         )
+    return part
 
 
 class ScoreBoard:
@@ -184,8 +206,13 @@ def part_weights(reward: Reward) -> tuple[float, ...] | None:
 def call_reward(reward: Reward, images: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:
     """(values [B] float64, present [B] bool) on the CPU, checked; a missing value is 0 and counts nowhere."""
     values, present = call_parts(reward, images, prompts)
+    return weighted(reward, values), present
+
+
+def weighted(reward: Reward, values: Tensor) -> Tensor:
+    """[B] of what ``call_parts`` gives: the sum of the parts by their weights."""
     weights = part_weights(reward)
-    return values if weights is None else values @ torch.tensor(weights, dtype=torch.float64), present
+    return values if weights is None else values @ torch.tensor(weights, dtype=torch.float64)
 
 
 def call_parts(reward: Reward, images: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:

@@ -19,12 +19,13 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from solrl.errors import RewardFailed, UsageError
+from solrl.distributed import World
+from solrl.errors import Interrupted, RewardFailed, SolrlError, UsageError
 from solrl.runtime.blobs import BlobRef, Blobs
 from solrl.types import Reward
 
@@ -49,16 +50,23 @@ def open_reward(setting: str, name: str, options: dict[str, Any]) -> Reward:
     return reward
 
 
-def child_devices(gpus: int, device: torch.device, environment: Mapping[str, str] = os.environ) -> str:
+def child_devices(
+    gpus: int, device: torch.device, environment: Mapping[str, str] = os.environ, *, shared: bool = False
+) -> str:
     """CUDA_VISIBLE_DEVICES of the child of a process on ``device``: with ``gpus`` of its own, those behind the ones of
-    the run's processes on this machine, the first process's first; with 0 its parent's."""
-    if gpus == 0 and device.type != "cuda":
+    the run's processes on this machine, the first process's first; with 0 its parent's.
+
+    ``shared``: those of ``gpus`` processes, its parent's among them.
+    """
+    if (gpus == 0 or shared) and device.type != "cuda":
         return ""
     rank, size = int(environment.get("LOCAL_RANK", "0")), int(environment.get("LOCAL_WORLD_SIZE", "1"))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(n) for n in range(torch.cuda.device_count())]
     if gpus == 0:
         return names[device.index or 0]
+    if shared:
+        return ",".join(names[rank // gpus * gpus :][:gpus])
     first = size + rank * gpus
     if first + gpus > len(names):
         raise UsageError(
@@ -68,10 +76,16 @@ def child_devices(gpus: int, device: torch.device, environment: Mapping[str, str
     return ",".join(names[first : first + gpus])
 
 
+Together: TypeAlias = Callable[[list[tuple[Tensor, list[str]]]], list[tuple[Tensor, Tensor]]]
+"""(images, prompts) of this process's parts -> (values, present) of each; a call of all processes at once."""
+
+
 class ChildReward:
     """A reward in a child process, which starts when it is first needed, or by ``start``, and ends by ``stop``.
 
     Raises what ``open_reward`` raises. Start it in the main thread: the kernel ties a child to the thread that made it.
+    Where several processes have one child between them, whoever makes it up sets ``together``: all call it at once,
+    each with its own images and prompts, and each gets the answers to them.
     """
 
     def __init__(
@@ -83,9 +97,12 @@ class ChildReward:
         threads: int = 1,
         timeout_s: float = 1800.0,
         stop: Callable[[], None] = lambda: None,
+        facts: dict[str, Any] | None = None,
     ) -> None:
         """``devices``: the child's CUDA_VISIBLE_DEVICES; None: those of this process. ``timeout_s``: for its start, and
-        for one answer. ``stop`` is called while waiting and may raise."""
+        for one answer. ``stop`` is called while waiting and may raise. ``facts``: those of the same reward's child in
+        another process; then none is started yet."""
+        self.together: Together | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._ender: weakref.finalize[..., ChildReward] | None = None
@@ -97,7 +114,7 @@ class ChildReward:
             json.dumps(options)
         except TypeError as error:
             raise UsageError(f"reward.options cannot be sent to another process: {error}") from error
-        facts = self.start()
+        self.facts = facts = self.start() if facts is None else facts
         self.name, self.description = str(facts["name"]), str(facts["description"])
         self.range = (float(facts["range"][0]), float(facts["range"][1]))
         self.part_weights: tuple[float, ...] | None = facts["part_weights"] and tuple(map(float, facts["part_weights"]))
@@ -204,6 +221,26 @@ class ChildReward:
             return f"{child.pid} ended with code {code}"
         why = " (as the kernel does when memory runs out)" if code == -signal.SIGKILL else ""
         return f"{child.pid} was killed by {signal.Signals(-code).name}{why}"
+
+
+def open_once(open_child: Callable[[dict[str, Any] | None], ChildReward], world: World) -> ChildReward:
+    """A child that rank 0 has started, to hear its facts, and ended at once; the others take them over.
+
+    All ranks at once; what goes wrong there is raised on all of them.
+    """
+    child, said = None, ""
+    if world.is_main:
+        try:
+            child = open_child(None)
+            child.stop()
+            said = json.dumps({"facts": child.facts})
+        except SolrlError as error:
+            said = json.dumps({"kind": type(error).__name__, "line": str(error)})
+    answer = json.loads(world.texts(said)[0])
+    if "line" in answer:
+        kinds: dict[str, type[SolrlError]] = {kind.__name__: kind for kind in (Interrupted, RewardFailed, UsageError)}
+        raise kinds.get(answer["kind"], SolrlError)(answer["line"])
+    return child or open_child(answer["facts"])
 
 
 def _end(child: subprocess.Popen[bytes], line: socket.socket, owner: int) -> None:

@@ -31,7 +31,8 @@ from solrl.quant.bounds import Work, measure_work, speed_bounds
 from solrl.quant.proof import check_products, profile
 from solrl.quant.trees import RolloutTrees, SyncReport
 from solrl.rollout import rollout, score
-from solrl.scorer import ChildReward, child_devices, open_reward
+from solrl.runtime.context import module_tensors
+from solrl.scorer import ChildReward, child_devices, open_once, open_reward
 from solrl.sharding import is_sharded, shard_
 from solrl.types import Conditioning, PathSampler, Policy, Reward, Rollouts, Scores, Seeds, Weights
 
@@ -179,12 +180,33 @@ class Session:
                 self.trees.plan,
                 velocity=lambda: policy.velocity(latents, torch.ones(1, device=policy.device), conditioning),
                 decode=lambda: decoder.decode(latents),
-                score=lambda: self.reward(images, prompts),
+                score=lambda: None if isinstance(self.reward, ChildReward) else self.reward(images, prompts),
             )
+
+    @property
+    def leads(self) -> bool:
+        """Whether the reward's child, where it has one, is this process's."""
+        return self.world.rank % max(self.config.replica_size, 1) == 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that draws and trains here, by name: what this process gives up where a judge takes its device.
+
+        On a CPU not what lies in a file's pages, which are no memory that is held.
+        """
+        modules: dict[str, nn.Module] = {"policy": self.policy, "rollout": self.trees.rollout}
+        modules |= {"explorer": self.trees.explorer, "decoder": self.explorer.vae}
+        modules |= {"reference": self.learner.reference} if self.learner.reference else {}
+        state = self.learner.state_dict()
+        found = module_tensors(modules) | {name: state[name] for name in state if "/" in name}  # others are made anew
+        kind = self.world.device.type
+        on_device = {name: tensor for name, tensor in found.items() if tensor.device.type == kind}
+        if kind != "cpu":
+            return on_device
+        return {name: tensor for name, tensor in on_device.items() if tensor.untyped_storage().resizable()}
 
     def wake(self) -> None:
         """The reward's child process, where it has one, is up."""
-        if isinstance(self.reward, ChildReward):
+        if isinstance(self.reward, ChildReward) and self.leads:
             self.reward.start()
 
     def rest(self) -> None:
@@ -262,13 +284,14 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
     open_objective(config)  # what is wrong with it is said before the model loads
     train_prompts, heldout_prompts = load_prompt_lists(config)
     backend = choose_backend(config.explore, world.device)
-    reward = _open_trained_reward(config, world.device, stop)
+    reward = _open_trained_reward(config, world, stop)
     others = [name for name in config.evaluate.rewards if name != config.reward.name]
     watched = {name: open_reward("evaluate.rewards", name, {}) for name in others}
     policy = load_policy(config, world.device)
     use_fast_layout_(policy.vae)
     mode = compile_mode(config, world.device)
-    place: Place = "requantize" if rests_on_host(config.model, world.device) else "draw"
+    gives_up = rests_on_host(config.model, world.device) or config.replica_size
+    place: Place = "requantize" if gives_up else "draw"  # beside the draw the encoders may be away
     reference = None
     if not config.lora.enabled and (config.train.kl_weight > 0 or open_objective(config).needs_reference):
         reference = policy.sibling(copy.deepcopy(policy.transformer))
@@ -303,15 +326,20 @@ def open_session(config: Config, world: World, stop: Callable[[], None]) -> Sess
     return session
 
 
-def _open_trained_reward(config: Config, device: torch.device, stop: Callable[[], None]) -> Reward:
+def _open_trained_reward(config: Config, world: World, stop: Callable[[], None]) -> Reward:
     """The reward that is trained, where reward.process wants it."""
-    reward = config.reward
+    reward, shared = config.reward, config.replica_size > 0
     if reward.process == "off":
         return open_reward("reward.name", reward.name, reward.options)
-    return ChildReward(
-        reward.name, reward.options, devices=child_devices(reward.process_gpus, device), threads=config.cpu_threads,
-        timeout_s=config.runtime.job_timeout_s, stop=stop,
-    )  # fmt: skip
+    devices = child_devices(reward.process_gpus, world.device, shared=shared)
+
+    def open_child(facts: dict[str, Any] | None = None) -> ChildReward:
+        return ChildReward(
+            reward.name, reward.options, devices=devices, threads=config.cpu_threads,
+            timeout_s=config.runtime.job_timeout_s, stop=stop, facts=facts,
+        )  # fmt: skip
+
+    return open_once(open_child, world) if shared else open_child()
 
 
 def _explorer(policy: Policy, trees: RolloutTrees, explore: ExploreConfig) -> Policy:

@@ -34,6 +34,26 @@ class Moody:
         return images[:, 0].mean((1, 2)), torch.tensor([prompt != "missing" for prompt in prompts])
 
 
+class Frail(Moody):
+    """Counts its starts and calls in ``folder``; at some it does not load, or is killed."""
+
+    def __init__(self, folder: str = "", fails_at: Sequence[int] = (), dies_at: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.folder, self.dies_at = folder, dies_at
+        if folder and self._count("starts") in fails_at:
+            raise MemoryError("no room for the weights")
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Any:
+        if self.folder and self._count("calls") in self.dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(images, prompts)
+
+    def _count(self, what: str) -> int:
+        with open(os.path.join(self.folder, what), "ab") as file:
+            file.write(b".")
+            return file.tell()
+
+
 class Two(Moody):
     """Two parts."""
 

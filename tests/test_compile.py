@@ -117,8 +117,8 @@ def test_after_its_first_step_a_run_with_evaluation_audit_and_calibration_recomp
 
     def everything(step: int) -> None:
         run_step(session, step, stopwatch())
-        heldout.evaluate(session.rollout_policy, config, world=ALONE, clock=stopwatch(), stop=never)
-        heldout.grid(session.rollout_policy, config)
+        found = heldout.evaluate(session.rollout_policy, config, world=ALONE, clock=stopwatch(), stop=never)
+        heldout.grid(session.rollout_policy, config, found)
         session.calibrate()
 
     everything(1)

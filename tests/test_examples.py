@@ -47,8 +47,8 @@ def llm_roles() -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_language_model_and_its_judge_shift_on_the_runtime(tmp_path: Path, llm_roles: dict[str, Any]) -> None:
-    """Two processes and one write the same texts and give the same scores; both processes take both roles."""
-    assert sum(bool(line) for line in (EXAMPLES / "llm_roles.py").read_text().splitlines()) <= 80
+    """Two processes and one write the same texts and verdicts; both processes take both roles."""
+    assert len((EXAMPLES / "llm_roles.py").read_text().splitlines()) <= 80
 
     def said(size: int) -> str:
         log = tmp_path / f"on_{size}"
@@ -60,16 +60,15 @@ def test_a_language_model_and_its_judge_shift_on_the_runtime(tmp_path: Path, llm
         assert in_children(size, run) == [(0, "")] * size
         return log.read_text()
 
-    def texts(said: str) -> dict[int, tuple[str, float]]:
-        found = re.findall(r"text (\d+): (\d+) tokens by process \[[\d, ]+\], judged (\S+) by", said)
-        assert len(found) == 12
-        return {int(n): (length, float(score)) for n, length, score in found}
+    def texts(said: str) -> list[tuple[str, str]]:
+        line = r"^((?:text|verdict \d on text) \d+): (\d+) tokens by process \[[\d, ]+\]$"
+        found = re.findall(line, said, re.MULTILINE)
+        assert len(found) == 16
+        return sorted(found)
 
     one, two = said(1), said(2)
-    assert {n: length for n, (length, _) in texts(one).items()} == {n: length for n, (length, _) in texts(two).items()}
-    for n, (_, score) in texts(one).items():
-        assert texts(two)[n][1] == pytest.approx(score, abs=2e-5)
-    assert len({length for length, _ in texts(one).values()}) > 6  # they end when they end
+    assert texts(one) == texts(two)
+    assert len({length for _, length in texts(one)}) > 10  # they end when they end
     roles = set(re.findall(r"process (\d) took role (\w+)", two))
     assert roles >= {("0", "explore"), ("1", "explore"), ("0", "train"), ("1", "train")}
     assert {role for _, role in roles} == {"explore", "score", "train"}
@@ -79,7 +78,7 @@ def test_a_language_model_and_its_judge_shift_on_the_runtime(tmp_path: Path, llm
 def test_a_text_that_moves_after_every_round_is_the_text_of_one_writer(llm_roles: dict[str, Any]) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
-    model, payload = LlamaForCausalLM(config).eval(), {"prompt": [5, 6, 7], "seed": 7}
+    model, payload = LlamaForCausalLM(config).eval(), {"tokens": [5, 6, 7], "ranks": [], "seed": 7}
 
     def written(moves: bool) -> dict[str, Any]:
         work, value, rank = llm_roles["Writing"](model, 0, payload, None), None, 0

@@ -19,7 +19,7 @@ from solrl.hardware import GPUS, Gpu, find_gpu
 from solrl.models.architectures import PUBLISHED
 from solrl.models.base import load_policy, lora_parameters
 from solrl.models.skeleton import skeleton_pipeline
-from solrl.plan import GIB, changes_that_fit, lines, make_plan
+from solrl.plan import GIB, Plan, changes_that_fit, lines, make_plan
 from solrl.settings import load_config, shipped_configs
 from solrl.shapes import Shapes
 from tests.parts import CPU, tiny_config
@@ -159,6 +159,24 @@ def test_seconds_follow_work_and_gpus(shapes: Shapes) -> None:
     assert doubled["update"] == pytest.approx(one["update"] / 2)
     quick = dataclasses.replace(LARGE, bf16_tflops=2 * LARGE.bf16_tflops, fp8_tflops=2 * 1979)
     assert sum(seconds(1, quick).values()) == pytest.approx(sum(one.values()) / 2)
+
+
+def test_a_judge_with_gpus_of_its_own_takes_no_memory_beside_the_model(shapes: Shapes) -> None:
+    def plan(num_gpus: int = 4, **reward: Any) -> Plan:
+        config = tiny_config(reward={"name": "pick_score"} | reward, runtime={"mode": "shiftable"})
+        return make_plan(config, LARGE, num_gpus, shapes=shapes)
+
+    beside, resident = plan(), plan(process="resident", process_gpus=2)
+    shared = plan(process="shifting", process_gpus=2)
+    judge = 4e9 * 0.986
+    for apart in (resident, shared):
+        assert sum(part.bytes for part in beside.resident) - sum(part.bytes for part in apart.resident) == judge
+    assert resident.notes == ["each process's reward has 2 GPUs of its own, which are not counted"]
+    held = sum(part.bytes for part in shared.resident) / GIB
+    assert "the judge has GPUs of 2 processes to itself" in shared.notes[0] and f"{held:.1f} GiB" in shared.notes[1]
+    assert all(line in lines(shared, None) for line in (f"note: {note}" for note in shared.notes))
+    with pytest.raises(UsageError, match="process_gpus = 2 processes score together: 3 GPUs are no multiple of that"):
+        plan(3, process="shifting", process_gpus=2)
 
 
 def test_what_cannot_be_planned_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ import solrl.pipeline
 from solrl.errors import Interrupted, RewardFailed, SolrlError, UsageError
 from solrl.rollout import call_parts
 from solrl.runtime.context import Context, Residency, ShiftFailed
+from solrl.runtime.mailbox import Role
 from solrl.scorer import ChildReward, child_devices, open_reward
 from solrl.train import train
 from tests.children import in_child, in_children
@@ -155,6 +156,9 @@ def test_a_child_has_its_parents_device_or_some_behind_those_of_the_run() -> Non
     assert child_devices(0, CPU, node) == ""
     assert [child_devices(0, gpu, node) for gpu in gpus] == ["7", "6"]
     assert [child_devices(2, gpu, node | {"LOCAL_RANK": str(gpu.index)}) for gpu in gpus] == ["5,4", "3,2"]
+    both = [child_devices(2, gpu, node | {"LOCAL_RANK": str(gpu.index)}, shared=True) for gpu in gpus]
+    assert both == ["7,6", "7,6"] and child_devices(2, CPU, node, shared=True) == ""
+    assert child_devices(2, gpus[1], node | {"LOCAL_RANK": "3"}, shared=True) == "5,4"
     with pytest.raises(UsageError, match=r"process_gpus = 3: 2 processes and their rewards need 8 GPUs .* are 6"):
         child_devices(3, gpus[1], node | {"LOCAL_RANK": "1"})
 
@@ -188,6 +192,19 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
     for reward, message in (({"process": "shifting"}, "needs a runtime.mode"), ({"process_gpus": 1}, "needs a reward")):
         with pytest.raises(ValueError, match=message):
             tiny_config(reward=reward)
+    pair = {"process": "shifting", "process_gpus": 2}
+    with pytest.raises(ValueError, match=r"mode = auto measures a step .* choose shiftable or async_score"):
+        tiny_config(reward=pair, runtime={"mode": "auto"})
+    with pytest.raises(ValueError, match=r"score_processes \(1\) must be a multiple of reward.process_gpus \(2\)"):
+        tiny_config(reward=pair, runtime={"mode": "async_score"})
+    assert tiny_config(reward=pair, runtime={"mode": "async_score", "score_processes": 4}).replica_size == 2
+    assert tiny_config(reward=pair | {"process": "resident"}, runtime={"mode": "auto"}).replica_size == 0
+
+
+def test_processes_that_make_no_whole_replica_are_refused_before_a_model_loads(tmp_path: Path) -> None:
+    config = run_config(tmp_path, "shiftable", reward={"process": "shifting", "process_gpus": 2})
+    with pytest.raises(UsageError, match=r"process_gpus = 2: so many processes score together, and a machine has 1"):
+        train(config)
 
 
 @pytest.mark.slow
@@ -248,3 +265,79 @@ def test_a_child_that_is_killed_costs_a_try_in_a_run_with_roles_and_ends_one_wit
     assert "was killed by SIGKILL" in raised["error"]
     code, message = in_child(lambda: run("colocated"))
     assert code == SolrlError.exit_code and "'moody': its process" in message and "was killed by SIGKILL" in message
+
+
+# One judge on the GPUs of two processes
+
+
+@pytest.fixture(scope="module")
+def rough(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(a colocated run, one of four processes whose judges have two each): one judge does not start, one is killed."""
+    one, four = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("four")
+    reward: dict[str, Any] = {"name": "tests.moody:Frail"}
+    assert in_child(lambda: train(run_config(one, "colocated", num_steps=1, reward=reward))) == (0, "")
+    # starts: to hear its facts, the first evaluation, the step; calls: the first evaluation, the step
+    options = {"folder": str(four), "fails_at": [3], "dies_at": [3]}
+    reward |= {"process": "shifting", "process_gpus": 2, "options": options}
+    config = run_config(four / "run", "shiftable", num_steps=1, reward=reward)
+
+    def held(residency: Residency) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in residency.contexts["train"].tensors().values())
+
+    def run(rank: int) -> None:
+        shift_to, call = Residency.shift_to, ChildReward.__call__
+
+        def noted(residency: Residency, role: Role) -> None:
+            try:
+                shift_to(residency, role)
+            finally:
+                (four / f"holds.{rank}").write_text(str(held(residency)))
+
+        def watched(child: ChildReward, images: Tensor, prompts: Sequence[str]) -> Any:
+            with (four / "scored").open("a") as file:
+                print(rank, *((four / f"holds.{each}").read_text() for each in (rank, rank + 1)), file=file)
+            return call(child, images, prompts)
+
+        Residency.shift_to = noted  # type: ignore[method-assign]
+        ChildReward.__call__ = watched  # type: ignore[method-assign]
+        train(config)
+        assert not psutil.Process().children()
+
+    assert in_children(4, run) == [(0, "")] * 4
+    return one, four
+
+
+@pytest.mark.slow
+def test_a_judge_on_two_processes_gives_the_bits_of_a_colocated_run_whatever_becomes_of_it(
+    rough: tuple[Path, Path],
+) -> None:
+    one, four = rough
+    same_bits(one, four / "run")
+    shifts = decisions(four / "run", "shift")
+    scoring = {line["rank"] for line in shifts if line["role"] == "score"}
+    assert len(shifts) >= 10 and ({0, 1} <= scoring or {2, 3} <= scoring)
+
+
+@pytest.mark.slow
+def test_while_a_judge_scores_no_process_of_its_replica_holds_anything(rough: tuple[Path, Path]) -> None:
+    _, four = rough
+    scored = [line.split() for line in (four / "scored").read_text().splitlines()]
+    assert len(scored) >= 2 + 5 + 3 and {tuple(held) for _, *held in scored} == {("0", "0")}
+    assert {rank for rank, *_ in scored} <= {"0", "2"}
+    assert all(int((four / f"holds.{rank}").read_text()) > 2**20 for rank in range(4))  # it is back
+
+
+@pytest.mark.slow
+def test_a_judge_that_does_not_start_leaves_both_processes_in_their_roles_and_a_killed_one_costs_a_try(
+    rough: tuple[Path, Path],
+) -> None:
+    run = rough[1] / "run"
+    (failed,) = [line for line in decisions(run, "shift") if line["error"]]
+    assert (failed["role"], failed["wanted"]) == ("explore", "score")
+    assert "role score did not come up, explore is back" in failed["error"]
+    assert "MemoryError: no room for the weights" in failed["error"]
+    other = [line for line in decisions(run, "shift") if line["rank"] == failed["rank"] + 1]
+    after = next(number for number, line in enumerate(other) if line["time"] > failed["time"])
+    assert [line["role"] for line in other[after - 2 : after + 1]] == ["explore", "score", "explore"]
+    (raised,) = decisions(run, "raised")
+    assert "was killed by SIGKILL" in raised["error"] and not decisions(run, "quarantine")

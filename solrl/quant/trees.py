@@ -97,13 +97,13 @@ class RolloutTrees:
             self.plan = plan_layers(self.rollout, rules, backend.number_format)
             self.explorer = _quantized_sibling(self.rollout, self.plan, backend, self._is_dynamic, self._device)
         self._is_apart = False  # whether the explorer has weights of its own for what is not quantized
-        self._pointers = self._data_pointers()
+        self._homes = self._storages()
 
     def shard_(self, world: World) -> None:
         """The rollout tree's weights are shares from now on; an explorer in another format stays whole."""
         shard_(self.rollout, world)
         self._is_apart = self.explorer is not self.rollout
-        self._pointers = self._data_pointers()
+        self._homes = self._storages()
 
     @property
     def adapted(self) -> list[str]:
@@ -129,7 +129,7 @@ class RolloutTrees:
         """
         self._check_bound(weights)
         changes = [self._sync(name, self._wanted(name, weights)) for name in self._followed]
-        if self._data_pointers() != self._pointers:
+        if self._storages() != self._homes:
             raise SolrlError("a weight of a rollout tree was replaced instead of filled in place; build the trees anew")
         return SyncReport(len(changes), max(change for change, _ in changes), sum(count for _, count in changes))
 
@@ -265,15 +265,15 @@ class RolloutTrees:
             raise SolrlError(f"{owner}: the rollout tree's weight is not the merged one after it was written")
         return float(change.max()), changed
 
-    def _data_pointers(self) -> dict[str, int]:
-        """Where every followed weight lives."""
-        pointers = {f"rollout {name}": local(_parameter(self.rollout, name)).data_ptr() for name in self._followed}
+    def _storages(self) -> dict[str, int]:
+        """The storage of every followed weight; it stays the same where its memory was released and filled again."""
+        homes = {f"rollout {name}": _storage(_parameter(self.rollout, name)) for name in self._followed}
         for name in self._followed:
             owner, _, leaf = name.rpartition(".")
             layer = self.explorer.get_submodule(owner)
             stored = dict(layer.named_buffers()) if isinstance(layer, QuantLinear) else {leaf: getattr(layer, leaf)}
-            pointers |= {f"explorer {owner}.{key}": local(tensor).data_ptr() for key, tensor in stored.items()}
-        return pointers
+            homes |= {f"explorer {owner}.{key}": _storage(tensor) for key, tensor in stored.items()}
+        return homes
 
 
 def _base_layers(transformer: nn.Module) -> dict[str, nn.Linear]:
@@ -376,6 +376,10 @@ def _parameter(tree: nn.Module, name: str) -> Tensor:
     owner, _, leaf = name.rpartition(".")
     tensor: Tensor = getattr(tree.get_submodule(owner), leaf)
     return tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(local(tensor).untyped_storage()._cdata)
 
 
 def _merge(base: nn.Linear, pair: LoraPair, name: str) -> Tensor:

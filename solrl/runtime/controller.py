@@ -7,16 +7,19 @@ placed again. What is decided, and what became of it, goes to a log.
 A job's first result counts, any other is ignored. A job whose worker raised is tried again; a worker that raises
 repeatedly gets no jobs any more; a job that nobody can do ends the run with its own error. A process whose new role did
 not come up goes on in its old one; after the second time in a row it gets no jobs any more.
+
+A score replica may be several processes (shifts.py): its jobs go to their leader, they shift together, and where one
+of them gets no jobs any more, none of them does.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 from solrl.errors import SolrlError
 from solrl.runtime.mailbox import (
@@ -29,7 +32,6 @@ from solrl.runtime.mailbox import (
     Result,
     Role,
     Run,
-    Shift,
     Shifted,
     Stop,
     Yielded,
@@ -38,6 +40,7 @@ from solrl.runtime.migration import Load
 from solrl.runtime.planner import Decision, PlannerSettings, State
 from solrl.runtime.roles import EXPLORE, SCORE, TRAIN, Cluster, RoleSpec, Working
 from solrl.runtime.scheduler import RoleLoad, Scheduler
+from solrl.runtime.shifts import MOST_FAILURES, Member, Move, Shifts
 from solrl.runtime.throughput import Coefficients
 from solrl.runtime.worker import ended
 
@@ -48,8 +51,6 @@ CHECK_S = 1.0
 """Between two looks at who lives."""
 MOST_TRIES = 3
 """Of a job."""
-MOST_FAILURES = 2
-"""Of a worker in a row: jobs that raised, or roles that did not come up."""
 AHEAD = 2
 """Jobs between being explored and scored, for each process, and 2 more: their images take memory."""
 PAUSE = 2.0
@@ -92,34 +93,29 @@ Plan = Callable[["Controller"], Decision | None]
 """Looks at the controller and decides; None: nothing to say."""
 
 
-@dataclass
-class _Member:
-    """A process as the controller sees it."""
-
-    role: Role = TRAIN
-    job: Job | None = None
-    since: float = field(default_factory=time.monotonic)
-    """Of the last message to or from it, while something is expected of it."""
-    shifting_to: Role | None = None
-    shift_ordered: float = 0.0
-    failures: int = 0
-    refusals: int = 0
-
-
 class Controller:
     """Roles, speeds and shifts over the whole run; ``run`` works off the jobs of one step."""
 
-    def __init__(self, post: Post, log: Callable[[dict[str, Any]], None], *, job_timeout_s: float = 1800.0) -> None:
-        self.post, self.log, self.job_timeout_s = post, log, job_timeout_s
-        self.members = {rank: _Member() for rank in range(post.size)}
+    def __init__(
+        self,
+        post: Post,
+        log: Callable[[dict[str, Any]], None],
+        *,
+        job_timeout_s: float = 1800.0,
+        replica_size: int = 1,
+    ) -> None:
+        """``replica_size``: processes of a score replica; it divides those of each machine."""
+        self.post, self.log, self.job_timeout_s, self.replica_size = post, log, job_timeout_s, replica_size
+        self.shifts = Shifts(post, log, replica_size)
+        self.members = self.shifts.members
         self.healthy = list(self.members)
-        """Ranks that get jobs; a planner's GPU is a place in this list."""
+        """Ranks that get jobs, whole replicas of them; a planner's GPU is a place in this list."""
         self.schedulers: dict[Working, Scheduler] = {}
-        self.num_shifts = 0
-        """Processes that changed roles."""
+        """A replica's slot is the rank of its leader."""
         self._seconds: dict[Working, list[float]] = {EXPLORE: [], SCORE: []}  # of a round, newest last
         self._shift_s = 0.0  # mean of the last
         self._shift_ended = -float("inf")
+        self._has_failed = False  # the last one
         self._checked = time.monotonic()
         self._said = ""
 
@@ -158,8 +154,9 @@ class Controller:
         self._open: dict[int, Job] = {}
         self._backlog: list[Job] = []  # to explore, not yet in the queue: what explores ahead takes memory
         for role in ROLES:
-            self.schedulers[role] = Scheduler(RoleSpec(role, self.coefficients(role), capacity_jobs=1))
-            self.schedulers[role].shift_up(rank for rank in self.healthy if self.members[rank].role == role)
+            spec = RoleSpec(role, self.coefficients(role), self._gpus(role), capacity_jobs=1)
+            self.schedulers[role] = Scheduler(spec)
+            self._join(self.healthy, role)
         self._add(jobs.first())
 
     def _add(self, jobs: list[Job]) -> None:
@@ -195,23 +192,22 @@ class Controller:
     @property
     def in_flight(self) -> bool:
         """A shift is being carried out."""
-        return any(member.shifting_to for member in self.members.values())
+        return bool(self.shifts.under_way)
 
     def state(self) -> State:
         """For the planner: places among the healthy stand for GPUs; training holds those that have no other role."""
         place = {rank: number for number, rank in enumerate(self.healthy)}
-        loads = {role: _renumbered(self._load(role), place) for role in ROLES}
-        since = time.monotonic() - self._shift_ended
+        loads = {role: _renumbered(self._load(role), place, self._gpus(role)) for role in ROLES}
+        is_busy = any(scheduler.num_jobs and scheduler.replicas for scheduler in self.schedulers.values())
+        pauses = is_busy or self._has_failed  # a pause protects work, and leaves time for what failed
+        since = time.monotonic() - self._shift_ended if pauses else float("inf")
         held = all(self.members[rank].role == TRAIN for rank in self.healthy)
         cluster = Cluster(len(place), len(place), len(place) if held else 0)
-        return State(
-            cluster,
-            loads[EXPLORE],
-            loads[SCORE],
-            "held" if held else "off",
-            in_flight=self.in_flight,
-            since_shift_s=since,
-        )
+        training: Literal["held", "off"] = "held" if held else "off"
+        return State(cluster, loads[EXPLORE], loads[SCORE], training, in_flight=self.in_flight, since_shift_s=since)
+
+    def _gpus(self, role: Working) -> int:
+        return self.replica_size if role == SCORE else 1
 
     def _load(self, role: Working) -> RoleLoad:
         rounds = [job.rounds for job in self._open.values() if job.role == role]
@@ -233,30 +229,34 @@ class Controller:
         self._said = ""
         assert decision.plan.role != TRAIN
         ups = [*((decision.plan.role, place) for place in decision.plan.up), *decision.plan.other_up]
-        orders = [(self.healthy[place], role) for role, place in ups]
-        self.log({"event": "decision", "orders": orders} | decision.as_dict())
-        for rank, role in orders:
-            self._shift(rank, role)
+        ranks = [(self.healthy[place * self._gpus(_working(role))], role) for role, place in ups]
+        orders = {self.shifts.together(rank, role): role for rank, role in ranks}
+        told = [(rank, role) for together, role in orders.items() for rank in together]
+        self.log({"event": "decision", "orders": told} | decision.as_dict())
+        for together, role in orders.items():
+            self._shift(together, role)
 
-    def _shift(self, rank: int, role: Role) -> None:
-        """Order a shift; a job that is running there is on its way back from now on."""
-        member = self.members[rank]
-        scheduler = self.schedulers[_working(member.role)] if member.role != TRAIN else None
-        if scheduler is not None and rank in scheduler.replicas:
-            if member.job is not None:
-                scheduler.finish(rank, member.job.number)
-            for move in scheduler.shift_down([rank]):
-                self._send(move.target, move.job)
-        member.shifting_to = role
-        member.since = member.shift_ordered = time.monotonic()
-        self.post.send(str(rank), Shift(role=role, number=self.num_shifts))
-        self.num_shifts += 1
+    def _shift(self, ranks: Sequence[int], role: Role) -> None:
+        """Order a shift; jobs that are running there are on their way back from now on."""
+        for rank in ranks:
+            member = self.members[rank]
+            scheduler = self.schedulers[_working(member.role)] if member.role != TRAIN else None
+            if scheduler is not None and rank in scheduler.replicas:
+                if member.job is not None:
+                    scheduler.finish(rank, member.job.number)
+                for move in scheduler.shift_down([rank]):
+                    self._send(move.target, move.job)
+        self.shifts.order(ranks, role)
 
     def _to_training(self) -> None:
         self.log({"event": "decision", "reason": "the batch is complete", "plan": {"role": TRAIN}})
-        for rank, member in self.members.items():
-            if member.role != TRAIN:
-                self._shift(rank, TRAIN)
+        self._retire(self.members)
+
+    def _retire(self, ranks: Iterable[int]) -> None:
+        """``ranks`` take role train, where they have another one and are not on their way."""
+        for rank in ranks:
+            if self.members[rank].role != TRAIN and rank not in self.shifts.under_way:
+                self._shift(self.shifts.together(rank, TRAIN), TRAIN)
 
     # Jobs
 
@@ -308,7 +308,7 @@ class Controller:
             self._raised(message, member, job)
         self.schedulers[job.role].submit(job.number)
 
-    def _raised(self, message: Raised, member: _Member, job: Job) -> None:
+    def _raised(self, message: Raised, member: Member, job: Job) -> None:
         job.tries += 1
         job.state = None
         member.failures += 1
@@ -323,40 +323,41 @@ class Controller:
         if rank not in self.healthy:
             return
         self.log({"event": "quarantine", "rank": rank, "error": error})
-        self.healthy.remove(rank)
+        replica = self.shifts.replica(rank)
+        self.healthy = [each for each in self.healthy if each not in replica]
         if not self.healthy:
             raise ended(how, error)
-        member = self.members[rank]
-        if member.shifting_to is None and member.role != TRAIN:
-            self._shift(rank, TRAIN)
+        self._retire(replica)
 
     def _shifted(self, message: Shifted) -> None:
-        member = self.members[message.rank]
-        wanted = member.shifting_to
-        seconds = time.monotonic() - member.shift_ordered  # most of it for the round that had begun
-        member.shifting_to, member.role = None, message.role
-        self.log(
-            {"event": "shift", "rank": message.rank, "role": message.role, "wanted": wanted,
-             "seconds": seconds, "of_which_shifting_s": message.seconds, "error": message.error}
-        )  # fmt: skip
+        move = self.shifts.answered(message)
+        if move is None:
+            return
+        self._shift_ended, self._has_failed = time.monotonic(), bool(move.failed)
+        seconds = self._shift_ended - move.ordered  # most of it for the round that had begun
         self._shift_s = 0.9 * self._shift_s + 0.1 * seconds if self._shift_s else seconds
-        self._shift_ended = time.monotonic()
-        if message.error is None:
-            member.refusals = 0
-        else:
-            self._rolled_back(message.rank, member, wanted, message.error)
-        if message.role != TRAIN and message.rank in self.healthy and member.shifting_to is None:
-            for move in self.schedulers[_working(message.role)].shift_up([message.rank]):
-                self._send(move.target, move.job)
+        for rank, error in move.failed.items():
+            self._rolled_back(rank, move, error)
+        for role in ROLES:
+            self._join(move.ranks, role)
 
-    def _rolled_back(self, rank: int, member: _Member, wanted: Role | None, error: str) -> None:
+    def _join(self, ranks: Iterable[int], role: Working) -> None:
+        """Replicas of ``role`` among ``ranks`` get jobs from now on, each through its leader."""
+        size, busy = self._gpus(role), self.shifts.under_way
+        for rank in ranks:
+            is_free = rank in self.healthy and rank not in busy and rank % size == 0
+            if is_free and self.members[rank].role == role:
+                for move in self.schedulers[role].shift_up([rank]):
+                    self._send(move.target, move.job)
+
+    def _rolled_back(self, rank: int, move: Move, error: str) -> None:
         """A role did not come up, the previous one is back. Training needs all: there it is tried again, or over."""
-        member.refusals += 1
-        if wanted == TRAIN:
-            if member.refusals >= MOST_FAILURES:
+        refusals = self.members[rank].refusals
+        if move.wanted == TRAIN:
+            if refusals >= MOST_FAILURES:
                 raise SolrlError(f"process {rank}: {error}")
-            self._shift(rank, TRAIN)
-        elif member.refusals >= MOST_FAILURES:
+            self._shift(move.ranks, TRAIN)
+        elif refusals >= MOST_FAILURES:
             self._quarantine(rank, f"process {rank}: {error}", "failed")
 
     def _log_job(self, job: Job, message: Result | Yielded | Raised) -> None:
@@ -379,7 +380,8 @@ class Controller:
         self.post.check_alive([rank for rank in self.members if rank != self.post.rank])
         for rank, member in self.members.items():
             busy = f"{member.job.role} job {member.job.number}" if member.job else ""
-            busy = f"its shift to {member.shifting_to}" if member.shifting_to else busy
+            told = self.shifts.awaited(rank)
+            busy = f"its shift to {told}" if told else busy
             if busy and now - member.since > self.job_timeout_s:
                 raise SolrlError(
                     f"process {rank} has been at {busy} for {now - member.since:.0f} s; if that is how long it takes, "
@@ -387,8 +389,8 @@ class Controller:
                 )
 
 
-def _renumbered(load: RoleLoad, place: dict[int, int]) -> RoleLoad:
-    replicas = [Load.of(place[each.slot], each.jobs) for each in load.replicas]
+def _renumbered(load: RoleLoad, place: dict[int, int], gpus: int) -> RoleLoad:
+    replicas = [Load.of(place[each.slot] // gpus, each.jobs) for each in load.replicas]
     return RoleLoad(load.spec, load.limits, replicas, load.waiting, load.rounds_per_job)
 
 

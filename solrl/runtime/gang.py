@@ -21,7 +21,10 @@ from solrl.runtime.worker import Begin, Worker, describe, ending
 
 
 class Gang:
-    """This process among those that work. Make it on all ranks; rank 0 writes to ``log``."""
+    """This process among those that work. Make it on all ranks; rank 0 writes to ``log``.
+
+    ``replica_size`` processes are a score replica, led by the lowest of them.
+    """
 
     def __init__(
         self,
@@ -31,13 +34,14 @@ class Gang:
         *,
         stop: Callable[[], None],
         job_timeout_s: float,
+        replica_size: int = 1,
     ) -> None:
         self.post = post
         self._failure: BaseException | None = None
         self.worker = Worker(post, residency, stop)
         self.controller: Controller | None = None
         if post.rank == 0:
-            self.controller = Controller(post.clone(), log, job_timeout_s=job_timeout_s)
+            self.controller = Controller(post.clone(), log, job_timeout_s=job_timeout_s, replica_size=replica_size)
 
     def work(
         self,
