@@ -97,9 +97,12 @@ def main(words: Sequence[str]) -> int:
     every = wanted(chosen.folder, chosen.config, chosen.steps, chosen.seeds, chosen.staleness, chosen.overrides)
     trained = recorded(chosen.results, every) if chosen.results else {}
     if not chosen.no_train:
+        # a colocated run that is recorded is still needed for the check
+        todo = [run for run in every if run.seed == 0 or (run.arm, run.seed) not in trained]
+        todo.sort(key=lambda run: (run.arm, run.seed) in trained or run.arm == TWIN.name)
         carry_out(
-            [run for run in every if run.seed == 0 or (run.arm, run.seed) not in trained], chosen.workers,
-            lambda line: print(line, flush=True), launch=launcher(chosen.processes), hours=chosen.hours,
+            todo, chosen.workers, lambda line: print(line, flush=True), launch=launcher(chosen.processes),
+            hours=chosen.hours,
         )  # fmt: skip
     finished = [run for run in every if run.is_finished]
     trained |= {(run.arm, run.seed): Trained.of(run) for run in finished}
