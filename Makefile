@@ -25,7 +25,7 @@ demo: $(STAMP)
 	$(TRAIN) $(CONFIG) --output.dir $$run && echo "Open $$run/report.html in a browser."
 
 test: $(STAMP)
-	$(PYTEST) -n $(JOBS) --dist loadfile -m "not slow and not gpu"
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "not slow and not gpu and not ray"
 
 test-slow: $(STAMP)
 	$(PYTEST) -n $(JOBS) -m "slow and not long and not gpu" --timeout 600

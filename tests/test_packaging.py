@@ -69,7 +69,7 @@ def test_the_dependencies_are_exactly_what_is_imported() -> None:
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 imported.add(node.module.partition(".")[0])
-    optional = {"open_clip", "rapidocr", "transformer_engine", "datasets"}  # of the extras "rewards", "te" and "data"
+    optional = {"open_clip", "rapidocr", "transformer_engine", "datasets", "ray"}  # of extras
     optional.add("triton")  # comes with torch where there is a GPU
     foreign = imported - sys.stdlib_module_names - {"solrl", "solrl_rewards"} - optional
     assert {"pillow" if name == "PIL" else name for name in foreign} == declared
