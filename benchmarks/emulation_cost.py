@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.common import facts, hardware, number_list, parser, table, whole_number, write_json
 from solrl.config import LoraConfig, ModelConfig
-from solrl.models.base import add_adapters, lora_state
+from solrl.models.adapters import add_adapters, lora_state
 from solrl.models.flux import FluxPolicy
 from solrl.quant.backends import EMULATED
 from solrl.quant.trees import RolloutTrees

@@ -27,7 +27,7 @@ from solrl.distributed import World, start
 from solrl.errors import UsageError
 from solrl.groups import group_seeds
 from solrl.images import save_grid
-from solrl.models.base import quiet_loading
+from solrl.models.loading import quiet_loading
 from solrl.rollout import rollout
 from solrl.session import Session, open_session
 from solrl.settings import load_config

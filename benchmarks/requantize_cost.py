@@ -18,7 +18,7 @@ import torch
 from benchmarks.common import facts, hardware, name_list, parse, parser, table, whole_number, write_json
 from solrl.clock import Stopwatch
 from solrl.distributed import World, start
-from solrl.models.base import lora_state
+from solrl.models.adapters import lora_state
 from solrl.quant.linear import QuantLinear
 from solrl.session import Session, open_session
 from solrl.settings import load_config

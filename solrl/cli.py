@@ -316,7 +316,7 @@ def _reward_server(words: list[str]) -> None:
     from solrl_rewards.remote import TOKEN_VARIABLE
     from solrl_rewards.server import RewardServer
 
-    from solrl.models.base import quiet_loading
+    from solrl.models.loading import quiet_loading
     from solrl.scorer import open_reward
 
     quiet_loading()

@@ -28,8 +28,9 @@ from solrl.export import checkpoint_weights, pick_checkpoint
 from solrl.files import saving, write_atomic
 from solrl.images import save_grid
 from solrl.launch import check_launcher
-from solrl.models.base import DiffusersPolicy, load_policy, quiet_loading
+from solrl.models.base import DiffusersPolicy, load_policy
 from solrl.models.decoder import use_fast_layout_
+from solrl.models.loading import quiet_loading
 from solrl.prompts import load_prompts
 from solrl.quant.backends import FULL
 from solrl.quant.trees import RolloutTrees

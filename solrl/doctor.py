@@ -19,8 +19,9 @@ from solrl.config import ExploreConfig, LoraConfig, ModelConfig
 from solrl.environment import device_name, environment
 from solrl.errors import SolrlError
 from solrl.groups import candidate_seed, noise
-from solrl.models.base import adapter, add_adapters, lora_state, quiet_loading
+from solrl.models.adapters import adapter, add_adapters, lora_state
 from solrl.models.flux import FluxPolicy
+from solrl.models.loading import quiet_loading
 from solrl.objectives.nft import nft_loss
 from solrl.quant.backends import EMULATED, FULL, choose_backend, fp8_layer, nvfp4_layer, try_layer
 from solrl.quant.emulated import EmulatedLinear

@@ -21,7 +21,8 @@ from solrl.config import Config
 from solrl.errors import SolrlError
 from solrl.files import saving, write_atomic
 from solrl.learner import BUFFER, trained_weights
-from solrl.models.base import ASSETS, WEIGHTS, transformer_settings
+from solrl.models.adapters import WEIGHTS
+from solrl.models.loading import ASSETS, transformer_settings
 from solrl.settings import load_config
 from solrl.types import LoraPair, Weights
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from solrl.compute import drawing, updating
 from solrl.config import Config
 from solrl.distributed import OrderFreeSum, World
-from solrl.models.base import adapter, lora_parameters, lora_state
+from solrl.models.adapters import adapter, lora_parameters, lora_state
 from solrl.objectives.base import Batch, Point, open_objective
 from solrl.sharding import fill_, is_sharded, local, whole
 from solrl.types import Conditioning, LoraPair, Policy, SolrlError, Trajectory, Weights

@@ -26,7 +26,7 @@ from solrl.gate import too_low
 from solrl.health import StepFacts, check, clean_norms
 from solrl.images import save_grid
 from solrl.learner import require_fit
-from solrl.models.base import compute_dtype
+from solrl.models.loading import compute_dtype
 from solrl.report import write_report
 from solrl.session import RUNG, Session, StepRecord
 from solrl.sharding import whole

@@ -21,9 +21,11 @@ from solrl.encoding import EncodeAhead, Place
 from solrl.gate import Rung, ladder
 from solrl.groups import Selection, candidate_seed
 from solrl.learner import Learner
-from solrl.models.base import load_policy, lora_parameters, quiet_loading
+from solrl.models.adapters import lora_parameters
+from solrl.models.base import load_policy
 from solrl.models.decoder import decode_slice, load_tiny_decoder, use_fast_layout_, with_decoder
 from solrl.models.encoders import rests_on_host
+from solrl.models.loading import quiet_loading
 from solrl.objectives.base import open_objective
 from solrl.prompts import load_prompt_lists
 from solrl.quant.backends import Backend, Precision, choose_backend, describe, fp8_layer

@@ -12,7 +12,8 @@ from solrl.compute import repeated_blocks
 from solrl.config import Config
 from solrl.errors import UsageError
 from solrl.footprint import peak_bytes
-from solrl.models.base import DiffusersPolicy, load_policy, lora_parameters
+from solrl.models.adapters import lora_parameters
+from solrl.models.base import DiffusersPolicy, load_policy
 from solrl.quant.backends import FULL
 from solrl.quant.bounds import Work, measure_work
 from solrl.quant.layers import default_rules, plan_layers

@@ -11,7 +11,8 @@ from solrl_rewards import load_reward
 from solrl.config import Config
 from solrl.groups import noise
 from solrl.models import adapter, load_policy
-from solrl.models.base import ASSETS, DiffusersPolicy
+from solrl.models.base import DiffusersPolicy
+from solrl.models.loading import ASSETS
 from solrl.prompts import load_prompts
 from solrl.samplers import sample
 from solrl.settings import load_config

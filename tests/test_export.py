@@ -15,7 +15,8 @@ from solrl.config import Config
 from solrl.errors import SolrlError
 from solrl.export import WEIGHTS, export_lora
 from solrl.groups import noise
-from solrl.models.base import adapter, load_policy, lora_state
+from solrl.models.adapters import adapter, lora_state
+from solrl.models.base import load_policy
 from solrl.samplers import sample
 from solrl.types import LoraPair, Policy
 

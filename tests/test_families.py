@@ -22,7 +22,8 @@ from solrl.export import checkpoint_weights, export_checkpoint, export_lora
 from solrl.groups import noise
 from solrl.learner import Learner
 from solrl.models import adapter, load_policy, lora_state
-from solrl.models.base import WEIGHTS, DiffusersPolicy
+from solrl.models.adapters import WEIGHTS
+from solrl.models.base import DiffusersPolicy
 from solrl.quant.backends import FULL
 from solrl.quant.trees import RolloutTrees
 from solrl.samplers import sample

@@ -16,8 +16,9 @@ from solrl import cli
 from solrl.errors import UsageError
 from solrl.footprint import peak_bytes
 from solrl.hardware import GPUS, Gpu, find_gpu
+from solrl.models.adapters import lora_parameters
 from solrl.models.architectures import PUBLISHED
-from solrl.models.base import load_policy, lora_parameters
+from solrl.models.base import load_policy
 from solrl.models.skeleton import skeleton_pipeline
 from solrl.plan import GIB, Plan, changes_that_fit, lines, make_plan
 from solrl.settings import load_config, shipped_configs

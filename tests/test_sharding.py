@@ -23,7 +23,7 @@ from solrl.config import Config
 from solrl.distributed import start
 from solrl.hardware import find_gpu
 from solrl.learner import Learner
-from solrl.models.base import ASSETS
+from solrl.models.loading import ASSETS
 from solrl.plan import make_plan
 from solrl.recorder import Recorder
 from solrl.session import Session, open_session

@@ -1,43 +1,31 @@
-"""What all model families share: loading, guidance, adapters, decoding.
-
-Every policy's transformer carries two peft adapters of the same shape: "default" is the policy, "old" is old_policy,
-which every rollout is drawn from. With adapters off it is the reference policy.
-"""
+"""What all model families share: guidance, sizes, decoding, and opening the policy that a config names."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
-import json
-import math
-import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from solrl.config import Config, LoraConfig, ModelConfig, PromptsConfig
+from solrl.config import Config, ModelConfig, PromptsConfig
 from solrl.flow import block_means
-from solrl.groups import candidate_seed, noise
-from solrl.models.encoders import TextEncoders, rests_on_host, warn_once
-from solrl.models.skeleton import skeleton_pipeline
+from solrl.models.adapters import add_adapters, start_adapters_from
+from solrl.models.encoders import TextEncoders, rests_on_host
+from solrl.models.loading import load_pipeline
 from solrl.plugins import find_class
 from solrl.prompt_cache import PromptCache, cache_folder
-from solrl.types import Conditioning, LoraPair, Policy, SolrlError, UsageError
+from solrl.types import Conditioning, Policy, SolrlError, UsageError
 
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
 FAMILIES = {
     "flux": "solrl.models.flux:FluxPolicy",
     "sd3": "solrl.models.sd3:SD3Policy",
     "sana": "solrl.models.sana:SanaPolicy",
 }
-WEIGHTS = "pytorch_lora_weights.safetensors"
-"""The file name that ``load_lora_weights`` looks for in a folder."""
 
 
 class DiffusersPolicy(Policy):
@@ -220,215 +208,6 @@ def load_policy(config: Config, device: torch.device) -> Policy:
         transformer: Any = policy.transformer
         transformer.enable_gradient_checkpointing()
     return policy
-
-
-def model_source(model: ModelConfig) -> str:
-    """The folder or hub id that diffusers loads."""
-    embedded = ASSETS / model.path
-    if (embedded / "model_index.json").is_file():
-        return str(embedded)
-    if Path(model.path).is_dir() and not (Path(model.path) / "model_index.json").is_file():
-        raise SolrlError(f"model.path {model.path} is not a diffusers folder: model_index.json is missing")
-    return model.path
-
-
-def transformer_settings(model: ModelConfig) -> dict[str, Any]:
-    """The transformer's config.json; of a hub id, the file that was loaded with it."""
-    from huggingface_hub import hf_hub_download
-
-    folder = Path(model_source(model))
-    file = folder / "transformer" / "config.json"
-    if not folder.is_dir():
-        file = Path(hf_hub_download(model.path, "transformer/config.json", revision=model.revision))
-    settings: dict[str, Any] = json.loads(file.read_text())
-    return settings
-
-
-def load_pipeline(pipeline_class: Any, model: ModelConfig, device: torch.device) -> Any:
-    """A diffusers pipeline of ``pipeline_class`` with its modules on ``device``; a SolrlError says what is missing.
-
-    With ``model.shard`` the transformer stays on the CPU, from where it is sharded (solrl/sharding.py). On the meta
-    device there are no weights, and nothing is downloaded (solrl/models/skeleton.py).
-    """
-    from safetensors import SafetensorError
-
-    source = model_source(model)
-    if device.type == "meta":
-        return skeleton_pipeline(pipeline_class, model, source, compute_dtype(model, device))
-    quiet_loading()
-    try:
-        found = pipeline_class.load_config(source, revision=model.revision)["_class_name"]
-        if found == pipeline_class.__name__:
-            pipeline = pipeline_class.from_pretrained(
-                source, revision=model.revision, dtype=compute_dtype(model, device), use_safetensors=True
-            )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise SolrlError(f"model.path {model.path} cannot be loaded: {_why_not(error, model)}") from error
-    if found != pipeline_class.__name__:
-        raise UsageError(
-            f"model.path {model.path} holds a {found}, and model.family {model.family} needs a "
-            f"{pipeline_class.__name__}: {_family_of(found)}"
-        )
-    warn_once(pipeline_class)
-    for name, module in pipeline.components.items():
-        if isinstance(module, nn.Module):
-            rests = name.startswith("text_encoder") and rests_on_host(model, device)
-            waits = name == "transformer" and model.shard
-            module.to("cpu" if rests or waits else device)
-            for parameter in module.parameters():
-                # Memory-mapped weights lie at odd addresses, on which a CPU's kernels round differently.
-                parameter.data = parameter.data.clone()
-    return pipeline
-
-
-def _family_of(pipeline_class: str) -> str:
-    """What to do about a folder of another class."""
-    classes = {"FluxPipeline": "flux", "StableDiffusion3Pipeline": "sd3", "SanaPipeline": "sana"}
-    if pipeline_class in classes:
-        return f"set model.family = {classes[pipeline_class]}"
-    return f"no family takes a {pipeline_class}; known are {', '.join(classes)}"
-
-
-def _why_not(error: BaseException, model: ModelConfig) -> str:
-    """Why loading failed and what to do, in one line: the first cause that is known, else the error's first line."""
-    from huggingface_hub import errors as hub
-    from safetensors import SafetensorError
-
-    name, absent = model.path, f"there is no folder {model.path}, and"
-    known: dict[type[BaseException], str] = {
-        hub.GatedRepoError: f"the hub asks for consent: accept the licence at hf.co/{name}, then run `hf auth login`",
-        hub.RevisionNotFoundError: f"it has no revision {model.revision}: check model.revision",
-        hub.RepositoryNotFoundError: f"{absent} the hub shows no such model: check the name, or run `hf auth login`",
-        hub.HFValidationError: f"{absent} it is no hub id: check the path",
-        hub.LocalEntryNotFoundError: f"{absent} it is not in the cache, and the hub is out of reach or HF_HUB_OFFLINE "
-        f"is set: run `hf download {name}` where there is a network",
-        SafetensorError: "a weights file is damaged: copy or download it again",
-    }
-    cause: BaseException | None = error
-    while cause is not None:
-        for kind, text in known.items():
-            if isinstance(cause, kind):
-                return text
-        cause = cause.__cause__ or cause.__context__
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def quiet_loading() -> None:
-    """No progress bars while local files are read."""
-    import diffusers
-    import transformers
-
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-
-
-def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype of frozen weights and compute."""
-    if model.dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return torch.float32 if model.dtype == "float32" else torch.bfloat16
-
-
-def add_adapters(transformer: Any, lora: LoraConfig, run_seed: int) -> None:
-    """Add "default" and "old"; raises UsageError where the targets match no layer."""
-    import peft
-
-    # Two adapters on one model are what is wanted here; peft warns about them.
-    warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute", category=UserWarning)
-    if not lora.targets:
-        raise UsageError("lora.targets is unset, and this model's family has no default: name the layers to adapt")
-    settings = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets))
-    for name in ("default", "old"):
-        try:
-            transformer.add_adapter(settings, name)
-        except ValueError as error:
-            raise UsageError(f"lora.targets {list(lora.targets)} match no layer of this model") from error
-    for name in ("default", "old"):
-        for parameter in lora_parameters(transformer, name):  # diffusers gives them the base's dtype
-            parameter.data = parameter.data.float()
-        for number, pair in enumerate(lora_state(transformer, name).values()):
-            seed = candidate_seed(run_seed, 0, 0, number, "lora")
-            pair.a.copy_(noise([seed], pair.a.shape)[0] / math.sqrt(lora.rank))
-            pair.b.zero_()
-    for layer in _adapter_layers(transformer).values():
-        layer.set_adapter("default")
-
-
-@torch.no_grad()
-def start_adapters_from(transformer: nn.Module, folder: Path, lora: LoraConfig) -> None:
-    """Both adapters are the one exported to ``folder``; raises UsageError unless it fits ``lora`` exactly.
-
-    As in diffusers, a file's scale is alpha / rank of its metadata, and 1 without them.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(folder / WEIGHTS, "pt") as file:
-            tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
-            made = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise UsageError(f"model.init_lora: {folder / WEIGHTS} cannot be read: {error}") from error
-    if made.get("transformer.rank_pattern") or made.get("transformer.alpha_pattern"):
-        raise UsageError(f"model.init_lora: {folder} has ranks or scales that differ between layers")
-    alpha, rank = made.get("transformer.lora_alpha"), made.get("transformer.r")
-    scale = alpha / rank if alpha and rank else 1.0
-    adapters = [lora_state(transformer, name) for name in ("default", "old")]
-    wanted = {f"transformer.{layer}.lora_{half}.weight" for layer in adapters[0] for half in "AB"}
-    if wanted != set(tensors):
-        odd = sorted(wanted ^ set(tensors))
-        raise UsageError(
-            f"model.init_lora: {folder} adapts other layers than this run ({len(odd)} differ, first {odd[0]}): set "
-            "lora.targets to the layers it was trained with"
-        )
-    for pairs in adapters:
-        for layer, pair in pairs.items():
-            a, b = (tensors[f"transformer.{layer}.lora_{half}.weight"] for half in "AB")
-            if a.shape != pair.a.shape or b.shape != pair.b.shape:
-                raise UsageError(
-                    f"model.init_lora: {folder} has rank {len(a)}, lora.rank is {lora.rank}: make them equal"
-                )
-            pair.a.copy_(a)
-            pair.b.copy_(b * (scale / pair.scale))
-
-
-def lora_state(transformer: nn.Module, name: str) -> dict[str, LoraPair]:
-    """Layer name -> the adapter's live weights (views, not copies), in the model's order."""
-    return {
-        layer_name: LoraPair(
-            layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach(), float(layer.scaling[name])
-        )
-        for layer_name, layer in _adapter_layers(transformer).items()
-    }
-
-
-def lora_parameters(transformer: nn.Module, name: str) -> list[nn.Parameter]:
-    """The adapter's parameters: A and B of each layer, in the order of ``lora_state``."""
-    layers = _adapter_layers(transformer).values()
-    return [matrix[name].weight for layer in layers for matrix in (layer.lora_A, layer.lora_B)]
-
-
-@contextmanager
-def adapter(transformer: nn.Module, name: str | None) -> Iterator[None]:
-    """Inside, ``name`` is active and frozen (None: no adapter, the reference policy); after, "default" trains again."""
-    layers = list(_adapter_layers(transformer).values())
-    for layer in layers:
-        if name is None:
-            layer.enable_adapters(False)
-        else:
-            layer.set_adapter(name, inference_mode=True)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            if name is None:
-                layer.enable_adapters(True)
-            layer.set_adapter("default")
-
-
-def _adapter_layers(transformer: nn.Module) -> dict[str, Any]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return {name: module for name, module in transformer.named_modules() if isinstance(module, BaseTunerLayer)}
 
 
 def decode_latents(vae: Any, latents: Tensor) -> Tensor:

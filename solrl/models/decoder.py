@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from solrl.compute import drawing
-from solrl.models.base import quiet_loading
+from solrl.models.loading import quiet_loading
 from solrl.types import Policy, UsageError
 
 MEMORY_SHARE = 0.7
