@@ -196,7 +196,7 @@ def test_what_was_written_over_on_the_way_is_not_committed(network: Network, mon
         done(follow)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 @every_network
 def test_a_source_that_dies_or_hangs_in_a_transfer_is_named_and_its_last_version_stays(
     network: Network, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
@@ -207,7 +207,7 @@ def test_a_source_that_dies_or_hangs_in_a_transfer_is_named_and_its_last_version
         signal_at(monkeypatch, dist.ProcessGroupGloo, "send", 2, number)
 
     def follow() -> None:
-        with mirror(address, network, timeout_s=3.0 if network == "nixl" else 0.7) as made:
+        with mirror(address, network, timeout_s=5.0 if network == "nixl" else 2.0) as made:
             tell(1)
             made.pull("policy")
             tell(2)
@@ -223,7 +223,7 @@ def test_a_source_that_dies_or_hangs_in_a_transfer_is_named_and_its_last_version
             for _ in range(2):
                 with pytest.raises(SolrlError, match="process 6 on another machine does not hand over parameters: "):
                     made.pull("policy")
-            assert time.monotonic() - begin < 10
+            assert time.monotonic() - begin < 20
             found, out = read(made.store, "policy", policy(0))
             assert found == 1
             assert_equal(out, policy(1))
