@@ -23,6 +23,7 @@ from solrl.rollout import call_parts
 from solrl.runtime.context import Context, Residency, ShiftFailed
 from solrl.runtime.mailbox import Role
 from solrl.scorer import ChildReward, child_devices, open_reward
+from solrl.tracking import FILE
 from solrl.train import train
 from tests.children import in_child, in_children
 from tests.moody import Moody, Two
@@ -313,6 +314,9 @@ def test_a_judge_on_two_processes_gives_the_bits_of_a_colocated_run_whatever_bec
 ) -> None:
     one, four = rough
     same_bits(one, four / "run")
+    said = [[json.loads(line) for line in (run / FILE).read_text().splitlines()] for run in (one, four / "run")]
+    mine, theirs = [[{k: row[k] for k in row if not k.startswith("time/")} for row in rows] for rows in said]
+    assert mine == theirs and "eval/tests.moody:Frail/mean" in mine[0]
     shifts = decisions(four / "run", "shift")
     scoring = {line["rank"] for line in shifts if line["role"] == "score"}
     assert len(shifts) >= 10 and ({0, 1} <= scoring or {2, 3} <= scoring)
