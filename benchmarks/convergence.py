@@ -180,7 +180,7 @@ def report(trained: Mapping[tuple[str, int], Trained], same: Mapping[int, Likene
     return "\n".join([
         f"held-out {reward} of the averaged weights, mean over seeds (standard error over prompts {error:.3f})",
         table(["", "seeds", *(f"step {step}" for step in steps), f"minus {BASE.name} [{LEVEL:.0%}]"], rewards), "",
-        *checks, "",
+        *([*checks, ""] if checks else []),
         table(["", "lag", "shifts/step", "median s/step", "fastest"], times),
         "  lag      steps that the policy which drew was older than the one that learned, mean over steps",
     ])  # fmt: skip
