@@ -43,6 +43,7 @@ def rows(text: str) -> dict[str, list[str]]:
     return {line[:11].strip(): line[11:].split() for line in lines}
 
 
+@pytest.mark.slow
 def test_shiftable_runs_are_colocated_ones_and_stale_ones_are_not(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,6 +62,7 @@ def test_shiftable_runs_are_colocated_ones_and_stale_ones_are_not(
     assert not likeness(folder / "runs/staleness 1/seed_0", folder / "runs/colocated/seed_0", STEPS).is_equal
 
 
+@pytest.mark.slow
 def test_a_candidate_that_differs_is_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = folder / "runs" / "shiftable" / "seed_0" / "ledger" / "step_000002.jsonl"
     whole = ledger.read_text()
