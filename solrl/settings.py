@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -90,6 +90,8 @@ def _from_words(key: str, annotation: Any, words: list[str]) -> Any:
         return [words[start : start + size] for start in range(0, len(words), size)]
     if len(words) != 1:
         raise UsageError(f"--{key} takes one value, got {' '.join(words) or 'none'}")
+    if get_origin(annotation) is Literal:  # pydantic takes no text for a number here
+        return next((choice for choice in get_args(annotation) if str(choice) == words[0]), words[0])
     return words[0] if annotation is not None else toml_value(words[0])
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import NoneType
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
 import pytest
 from hypothesis import given
@@ -239,6 +239,18 @@ def test_flags_are_read_as_their_setting_wants_them() -> None:
     assert config.explore.enabled is False
     assert config.train.learning_rate == 1e-3
     assert config.output.dir == Path("runs/x")
+
+
+@pytest.mark.parametrize(("key", "choice"), [(key, choice) for key, annotation in setting_types()
+                                            if get_origin(annotation) is Literal for choice in get_args(annotation)
+                                            if not isinstance(choice, str)])  # fmt: skip
+def test_a_choice_among_numbers_is_taken_from_a_flag(key: str, choice: object) -> None:
+    assert read_flags([f"--{key}", str(choice)]) == {key: choice}
+
+
+def test_a_number_that_is_no_choice_is_refused_with_the_choices() -> None:
+    with pytest.raises(UsageError, match=r"explore\.downscale = '3' \(override\): input should be 1, 2 or 4"):
+        load_config("tiny_flux", read_flags(["--explore.downscale", "3"]))
 
 
 def test_reward_options_take_any_name_and_toml_values() -> None:
