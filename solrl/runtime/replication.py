@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, Self, get_args
 
@@ -193,7 +194,9 @@ class Mirror:
             return Nixl(self.store.body, metadata, found["slots"], tell, self._timeout_s)
         found = self._ask("join", network="gloo")
         host = self._address.rpartition(":")[0]
-        rendezvous = dist.TCPStore(host, found["port"], is_master=False)  # type: ignore[attr-defined]
+        rendezvous = dist.TCPStore(  # type: ignore[attr-defined]
+            host, found["port"], is_master=False, timeout=timedelta(seconds=self._timeout_s)
+        )
         return Gloo(_meeting(rendezvous, found["pair"]), partial(self._have_sent, found["pair"]), self._timeout_s)
 
     def _have_sent(self, pair: int, name: str, index: int, begin: int, nbytes: int) -> None:
@@ -206,8 +209,12 @@ class Mirror:
     def _naming(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
-            self._failure = f"process {self._rank} on another machine does not hand over parameters: {error}"
+        except SolrlError as error:  # what was asked for may still come, and is not what is asked for next
+            self._failure = str(error)
+            raise
+        except (OSError, dist.DistError) as error:
+            why = str(error).splitlines()[0]
+            self._failure = f"process {self._rank} on another machine does not hand over parameters: {why}"
             raise SolrlError(self._failure) from error
 
 

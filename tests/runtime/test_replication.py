@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -122,6 +125,23 @@ def done(action: Callable[[], object]) -> None:
     assert in_child(action) == (0, "")
 
 
+def losing_an_answer(listener: socket.socket, address: str, lost: bytes) -> None:
+    """What comes goes to ``address`` and back, but the first answer to ``lost``: the line breaks instead."""
+    host, _, port = address.rpartition(":")
+    is_lost = False
+    while True:
+        here, there = listener.accept()[0], socket.create_connection((host, int(port)))
+        with here, here.makefile("rb") as questions, there, there.makefile("rb") as answers:
+            for question in questions:
+                there.sendall(question)
+                head = answers.readline()
+                body = answers.read(json.loads(head)["nbytes"])
+                if lost in question and not is_lost:
+                    is_lost = True
+                    break
+                here.sendall(head + body)
+
+
 @every_network
 def test_another_machine_has_the_newest_version_bit_for_bit(network: Network) -> None:
     def follow() -> None:
@@ -229,6 +249,25 @@ def test_a_source_that_dies_or_hangs_in_a_transfer_is_named_and_its_last_version
             assert_equal(out, policy(1))
 
     with sourcing(prepare) as (address, tell, process):
+        done(follow)
+
+
+def test_a_mirror_whose_line_breaks_in_a_transfer_takes_nothing_from_before_for_newer() -> None:
+    def follow() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            threading.Thread(target=losing_an_answer, args=(listener, address, b'"send"'), daemon=True).start()
+            with mirror(f"127.0.0.1:{listener.getsockname()[1]}", "gloo") as made:
+                with pytest.raises(
+                    SolrlError, match=r"process 6 .* not hand over parameters: it closed the connection"
+                ):
+                    made.pull("policy")
+                tell(2)
+                with pytest.raises(SolrlError, match="that was before, and this mirror gets nothing any more"):
+                    made.pull("policy")
+                assert made.store.version("policy") is None
+
+    with sourcing() as (address, tell, _):
+        tell(1)
         done(follow)
 
 
