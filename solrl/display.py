@@ -198,7 +198,8 @@ def plan_lines(config: Config, *, device: str, world_size: int, policy: str, exp
     }
     if explore.enabled:
         facts["explorer"] = explorer
-        facts["explore"] = _stage(explore, config, world_size)
+        smaller = f", at {config.model.width // explore.downscale}x{config.model.height // explore.downscale}"
+        facts["explore"] = _stage(explore, config, world_size) + (smaller if explore.downscale > 1 else "")
         half = regenerate.group_size // 2
         facts["select"] = f"{half} best and {half} worst of {explore.group_size} per prompt"
     if regenerate.enabled:

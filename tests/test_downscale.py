@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from solrl.config import Config
+from solrl.display import plan_lines
 from solrl.flow import block_means, flux_sigmas
 from solrl.groups import noise
 from solrl.hardware import find_gpu
@@ -96,3 +97,13 @@ def test_a_plan_counts_the_smaller_images() -> None:
     full, small = (each["explore, decode, score"] for each in seconds)
     assert small < 0.5 * full
     assert seconds[0]["regenerate, decode, score"] == seconds[1]["regenerate, decode, score"]
+
+
+def test_what_a_run_says_before_it_starts_names_the_smaller_size() -> None:
+    def said(factor: int) -> str:
+        config = load_config("tiny_flux", {"explore.downscale": factor, "model.height": 64})
+        lines = plan_lines(config, device="", world_size=1, policy="", explorer="")
+        return " ".join(" ".join(lines).split())
+
+    assert ", at 16x32" in said(2)
+    assert ", at " not in said(1)
