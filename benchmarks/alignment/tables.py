@@ -59,8 +59,7 @@ METHODS: dict[str, Method] = {
     "explored_flow_cps": Method(EULER | {"train.objective": "flow_grpo"} | CPS, TINY_GRPO, steps=12),
     "explored_dance": Method(
         EULER | {"train.objective": "dance_grpo"},
-        TINY_GRPO
-        | {"prompts.per_step": 16, "train.timestep_fraction": 0.9, "train.objective_options.noise_level": 0.7},
+        {"prompts.per_step": 16, "train.timestep_fraction": 0.9, "train.objective_options.noise_level": 0.7},
         steps=12,
     ),
     "explored_dpo": Method(
