@@ -395,8 +395,8 @@ class Config(Section):
         self._decoder_and_compile()
         if self.reward.process == "shifting" and self.runtime.mode == "colocated":
             raise ValueError(
-                "reward.process = shifting needs a runtime.mode in which roles shift: set that to shiftable, or this to "
-                "resident"
+                "reward.process = shifting needs a runtime.mode in which roles shift: set that to shiftable, or this "
+                "to resident"
             )
         if self.reward.process_gpus and self.reward.process == "off":
             raise ValueError("reward.process_gpus needs a reward.process")
