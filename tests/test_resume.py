@@ -80,7 +80,7 @@ def assert_same_run(dir: Path, reference: Path) -> None:
 
 MOMENTS: dict[str, tuple[Any, str, int]] = {
     "calibrating": (ROLLOUT, "sample", 1),
-    "first evaluation": (solrl.evaluate, "call_reward", 1),
+    "first evaluation": (solrl.evaluate, "weighted", 1),
     "exploring step 1": (ROLLOUT, "require_finite", 2),
     "updating step 1": (solrl.objectives.nft, "nft_loss", 3),
     "optimizer stepped, averages not yet": (solrl.learner.Learner, "_average", 2),
@@ -90,7 +90,7 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {
     "exporting step 2": (solrl.export, "write_atomic", 3),
     "exploring step 3": (ROLLOUT, "require_finite", 12),
     "updating step 3": (solrl.objectives.nft, "nft_loss", 10),
-    "last evaluation": (solrl.evaluate, "call_reward", 6),
+    "last evaluation": (solrl.evaluate, "weighted", 4),
     "saving step 3": (solrl.checkpoint, "_write_checkpoint", 2),
     "exporting step 3": (solrl.export, "write_atomic", 5),
 }
@@ -136,7 +136,7 @@ def remove_checkpoint(dir: Path, step: int) -> None:
         pytest.param(signal.SIGTERM, (solrl.objectives.nft, "nft_loss", 6), 1, id="updating"),
         pytest.param(signal.SIGINT, (ROLLOUT, "require_finite", 12), 2, id="exploring"),
         # after the update of step 3, before its metrics: the update is taken back
-        pytest.param(signal.SIGTERM, (solrl.evaluate, "call_reward", 5), 2, id="evaluating"),
+        pytest.param(signal.SIGTERM, (solrl.evaluate, "weighted", 3), 2, id="evaluating"),
     ],
 )
 def test_a_signal_saves_the_last_whole_step_and_exits_3(

@@ -58,7 +58,7 @@ def run(config: Config, look: Look = lambda session: None, *, resume: bool = Fal
     with start(config.cpu_threads, config.deterministic) as world:
         session = open_session(config, world, never)
         with Recorder(session, resume) as recorder:
-            for step in range(recorder.step + 1, config.train.num_steps + 1):
+            for step in recorder.steps():
                 clock = Stopwatch(world.device)
                 recorder.record(step, run_step(session, step, clock), clock)
         look(session)
