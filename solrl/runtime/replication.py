@@ -17,7 +17,7 @@ import json
 import secrets
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -136,15 +136,14 @@ class Mirror:
         self.network, self._rank, self._address, self._timeout_s = network, rank, address, timeout_s
         self._lock, self._failure = threading.Lock(), ""
         self._lines = Lines(token, "parameters", timeout_s)
-        sets = [set_from_json(found) for found in self._ask("list")]
-        self.store = Store.create([replace(found, shards=split_rows(found.entries, 1)) for found in sets])
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._lines.close)
+            sets = [set_from_json(found) for found in self._ask("list")]
+            self.store = Store.create([replace(found, shards=split_rows(found.entries, 1)) for found in sets])
+            undo.callback(self.store.close)
             with self._naming():
                 self._way: Gloo | Nixl = self._join()
-        except BaseException:
-            self._lines.close()
-            self.store.close()
-            raise
+            undo.pop_all()
 
     def pull(self, name: str, version: int = 0, *, timeout_s: float = 60.0) -> int:
         """The source's newest version, at least ``version``, which is waited for, is committed here; which it is."""
