@@ -175,7 +175,8 @@ class Post:
 
     def clone(self) -> Post:
         """The same boxes over a connection of its own."""
-        return Post(self._store.clone(), self._token, self.size, self.rank, self.timeout_s)
+        with self._talking():
+            return Post(self._store.clone(), self._token, self.size, self.rank, self.timeout_s)
 
     def send(self, box: str, message: Message, *, patience_s: float = PATIENCE_S) -> None:
         """Put ``message`` into ``box``: a rank, or "controller". Raises SolrlError where it is too large, or the box
@@ -307,8 +308,9 @@ def connect(world: World, timeout_s: float) -> Iterator[Post]:
         store, token = _open_store(world)
     post = Post(store, token, world.size, world.rank, timeout_s)
     post.beat(0)
-    world.barrier()  # every pulse is there: a get of a missing key would block
-    with Heart(post.clone()):
+    heart = Heart(post.clone())
+    world.barrier()  # every pulse is there, where a get of a missing key would block, and every connection stands
+    with heart:
         yield post
 
 

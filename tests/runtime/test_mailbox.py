@@ -8,6 +8,7 @@ import pickle
 import signal
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -164,6 +165,14 @@ def killed(victim: int, rank: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         box.send(CONTROLLER, MESSAGES[0])
         box.wait("nobody", time.monotonic() + 20, lambda: (time.sleep(0.1), box.check_alive([victim]))[1])
+
+
+def test_a_connection_that_a_dead_leader_cannot_give_names_it() -> None:
+    leader = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    follower = dist.TCPStore("127.0.0.1", leader.port, is_master=False, timeout=timedelta(seconds=0.2))
+    del leader
+    with pytest.raises(ProcessLost, match=r"process 0, which leads the run, is gone as process 1 sees it"):
+        post(follower, 1).clone()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
