@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
@@ -319,6 +320,19 @@ def test_mistakes_are_one_line_that_names_them(monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(UsageError, match=r"^the network nixl needs NIXL: pip install 'solrl\[nixl\]', or"):
             replication.NixlMemory(torch.zeros(8))
+
+    with sourcing() as (address, _, _):
+        done(follow)
+
+
+def test_a_mirror_that_finds_no_room_leaves_no_line_open() -> None:
+    def follow() -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        before = os.listdir("/proc/self/fd")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        with pytest.raises((OSError, SolrlError)) as caught:
+            mirror(address, "gloo")
+        assert os.listdir("/proc/self/fd") == before, caught  # which keeps the mirror's frame alive
 
     with sourcing() as (address, _, _):
         done(follow)
