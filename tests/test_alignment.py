@@ -50,6 +50,15 @@ def report_of(plan: Study, *cells: Cell) -> Report:
     return Report(results_of(plan, *cells), B200, "python -m benchmarks alignment runs/x")
 
 
+def finish(folder: Path) -> None:
+    """What a run of eight steps leaves."""
+    rows = [{"step": step, "eval/shapes/mean": 0.3 + step / 100, "eval/shapes/stderr": 0.0, "time/total_s": 1.0,
+             "eval/clip_score/mean": 0.5, "eval/clip_score/stderr": 0.0} for step in (0, 8)]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "lora").mkdir()
+    (folder / "environment.json").write_text(json.dumps(facts()))
+
+
 def line_of(text: str, label: str) -> str:
     return next(
         line
@@ -166,16 +175,25 @@ def test_a_run_made_elsewhere_counts_if_it_is_finished_and_an_arm_has_its_settin
     save_config(run.config, place / "config.toml")
     with pytest.raises(UsageError, match="elsewhere is not finished"):
         results.add_folder(place)
-    rows = [{"step": step, "eval/shapes/mean": 0.3 + step / 100, "eval/shapes/stderr": 0.0, "time/total_s": 1.0,
-             "eval/clip_score/mean": 0.5, "eval/clip_score/stderr": 0.0} for step in (0, 8)]  # fmt: skip
-    (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (place / "lora").mkdir()
-    (place / "environment.json").write_text(json.dumps(facts()))
+    finish(place)
     results.add_folder(place)
     assert results.seeds("shapes", "sol_rl")[0].value(8) == pytest.approx(0.38)
     save_config(run.config.model_copy(update={"cpu_threads": 2}), place / "config.toml")
     with pytest.raises(UsageError, match="no arm of these tables has its settings"):
         results.add_folder(place)
+
+
+def test_a_run_of_other_settings_in_an_arms_place_is_not_taken_for_the_arms(tmp_path: Path) -> None:
+    plan = study(tmp_path, "4", seeds=1)
+    run = plan.runs()[1]
+    run.folder.mkdir(parents=True)
+    finish(run.folder)
+    save_config(run.config, run.folder / "config.toml")
+    assert Results(plan, tmp_path / "x.json").has(run)
+    changed = run.config.model_copy(update={"train": run.config.train.model_copy(update={"learning_rate": 1e-4})})
+    save_config(changed, run.folder / "config.toml")
+    with pytest.raises(UsageError, match="sol_rl/seed_0 was made with other settings"):
+        Results(plan, tmp_path / "x.json")
 
 
 def test_the_price_of_an_evaluation_is_the_median_over_runs(tmp_path: Path) -> None:

@@ -195,6 +195,8 @@ class Results:
             self._read()
         for run in study.runs():
             if run.is_finished:
+                if settings_digest(load_config(run.folder)) != settings_digest(run.config):
+                    raise UsageError(f"{run.folder} was made with other settings; move it, or choose another folder")
                 self.add(run)
 
     def add(self, run: Run) -> None:
