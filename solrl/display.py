@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from solrl.config import Config, StageConfig
+from solrl.config import Config, RegenerateConfig, StageConfig
 from solrl.objectives.base import open_objective
 
 WIDTH = 80
@@ -200,8 +200,7 @@ def plan_lines(config: Config, *, device: str, world_size: int, policy: str, exp
         facts["explorer"] = explorer
         smaller = f", at {config.model.width // explore.downscale}x{config.model.height // explore.downscale}"
         facts["explore"] = _stage(explore, config, world_size) + (smaller if explore.downscale > 1 else "")
-        half = regenerate.group_size // 2
-        facts["select"] = f"{half} best and {half} worst of {explore.group_size} per prompt"
+        facts["select"] = f"{_kept(regenerate)} of {explore.group_size} per prompt"
     if regenerate.enabled:
         with_noise = f", with the noise of {train.method}" if objective.sampler(config) else ""
         facts["regenerate"] = _stage(regenerate, config, world_size) + with_noise
@@ -219,6 +218,20 @@ def plan_lines(config: Config, *, device: str, world_size: int, policy: str, exp
 def labelled(name: str, text: str) -> list[str]:
     """``text`` with its name before it, in lines of WIDTH columns."""
     return textwrap.wrap(f"{name:<11} {text}", WIDTH, subsequent_indent=" " * 12)
+
+
+def _kept(regenerate: RegenerateConfig) -> str:
+    """Which candidates of a group stay."""
+    keep = regenerate.group_size
+    match regenerate.selection:
+        case "best_worst":
+            return f"{keep // 2} best and {keep // 2} worst"
+        case "extremes":
+            return f"the {keep} furthest from the mean"
+        case "middle":
+            return f"the {keep} of middle rank"
+        case "random":
+            return f"any {keep}"
 
 
 def _stage(stage: StageConfig, config: Config, world_size: int) -> str:

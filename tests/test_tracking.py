@@ -209,6 +209,15 @@ def test_the_plan_derives_batches_padding_and_step_arithmetic(tmp_path):
     assert "4 micro-batches of 12 (+20% padding), 1 optimizer step" in text
 
 
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [("extremes", "the 8 furthest from the mean"), ("middle", "the 8 of middle rank"), ("random", "any 8")],
+)
+def test_the_plan_names_the_rule_by_which_candidates_are_kept(tmp_path, rule, text):
+    settings = config(tmp_path, explore={"group_size": 30}, regenerate={"group_size": 8, "selection": rule})
+    assert f"select {text} of 30 per prompt" in plan(settings, world_size=1)
+
+
 def test_the_plan_of_plain_training_names_no_explorer_and_no_reference_pass(tmp_path):
     text = plan(config(tmp_path, explore={"enabled": False}, train={"kl_weight": 0}), world_size=1)
     assert "explore" not in text and "select" not in text and "2 forward and 1 backward" in text
