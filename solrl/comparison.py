@@ -163,13 +163,7 @@ class Result:
     def as_dict(self) -> dict[str, Any]:
         """For JSON: settings, rows, and every score; a missing one is null."""
         scores = {
-            weights: {
-                name: [
-                    [value if there else None for value, there in zip(*row, strict=True)]
-                    for row in zip(score.values.tolist(), score.present.tolist(), strict=True)
-                ]
-                for name, score in by_reward.items()
-            }
+            weights: {name: score.rows() for name, score in by_reward.items()}
             for weights, by_reward in self.scores.items()
         }
         return {"settings": self.settings, "summary": self.rows(), "scores": scores}

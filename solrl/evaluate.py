@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,10 +14,11 @@ from torch import Tensor
 from solrl.clock import Stopwatch
 from solrl.config import Config, StageConfig
 from solrl.distributed import World
+from solrl.files import saving, write_atomic
 from solrl.groups import group_seeds
 from solrl.image_statistics import STATISTICS
 from solrl.rollout import ScoreBoard, call_reward, rollout, scored, weighted
-from solrl.types import Conditioning, Policy, Reward, Scores
+from solrl.types import Conditioning, Policy, Reward, Scores, SolrlError
 
 GRID_PROMPTS, GRID_SEEDS = 8, 4
 ENCODED_AT_ONCE = 64
@@ -29,18 +32,58 @@ class Evaluation:
     scores: dict[str, Scores]  # reward -> [prompts, images per prompt], the trained one first
     statistics: dict[str, Tensor]  # image statistic -> float64 [prompts, images per prompt]
 
-    def metrics(self) -> dict[str, float]:
-        """``eval/<reward>/mean`` and ``stderr``, ``images/<statistic>/mean`` and ``std``.
+    def means(self) -> dict[str, Tensor]:
+        """The prompt means of every reward."""
+        return {name: prompt_means(score) for name, score in self.scores.items()}
 
-        Errors are over prompts, since images of one prompt are not independent; ``std`` is the spread of single images.
+    def metrics(self, before: Mapping[str, Tensor]) -> dict[str, float]:
+        """``eval/<reward>/mean`` and ``stderr``, ``gain`` and ``gain_stderr``; ``images/<statistic>/mean`` and ``std``.
+
+        Errors are over prompts, since images of one prompt are not independent. A gain is the mean over prompts of what
+        was gained since the prompt means ``before``, those of the rewards that are there: prompts and noise are the
+        same, so its error is smaller than that of two means. ``std`` is the spread of single images.
         """
         metrics = {}
-        for name, score in self.scores.items():
-            metrics[f"eval/{name}/mean"], metrics[f"eval/{name}/stderr"] = mean_and_error(prompt_means(score))
+        for name, means in self.means().items():
+            metrics[f"eval/{name}/mean"], metrics[f"eval/{name}/stderr"] = mean_and_error(means)
+            if name in before:
+                gain = mean_and_error(means - before[name])
+                metrics[f"eval/{name}/gain"], metrics[f"eval/{name}/gain_stderr"] = gain
         for name, values in self.statistics.items():
             metrics[f"images/{name}/mean"] = float(values.mean())
             metrics[f"images/{name}/std"] = float(values.std(correction=0))
         return metrics
+
+    def save(self, run_dir: Path, step: int, prompts: Sequence[str]) -> None:
+        """Every score, a list for each prompt, is in the run folder; a missing score is null."""
+        facts = {"prompts": list(prompts), "scores": {name: score.rows() for name, score in self.scores.items()}}
+        path = _path(run_dir, step)
+        with saving(path):
+            path.parent.mkdir(exist_ok=True)
+        write_atomic(path, json.dumps(facts, allow_nan=False).encode())
+
+
+def saved_means(run_dir: Path, step: int, prompts: Sequence[str]) -> dict[str, Tensor]:
+    """The prompt means of a saved evaluation; none where there is none. SolrlError where its prompts were others."""
+    path = _path(run_dir, step)
+    if not path.exists():
+        return {}
+    try:
+        saved = json.loads(path.read_text())
+    except ValueError as error:
+        raise SolrlError(f"{path} is damaged ({error}): delete it, and gains go without their own errors") from error
+    if saved["prompts"] != list(prompts):
+        raise SolrlError(f"{path} has other prompts than the held-out ones now: restore prompts.heldout")
+    means = {}
+    for name, rows in saved["scores"].items():
+        values = torch.tensor([[value or 0.0 for value in row] for row in rows], dtype=torch.float64)
+        present = torch.tensor([[value is not None for value in row] for row in rows])
+        means[name] = prompt_means(Scores(values, present, {}))
+    return means
+
+
+def _path(run_dir: Path, step: int) -> Path:
+    return run_dir / "heldout" / f"step_{step:06d}.json"
 
 
 @dataclass(frozen=True)

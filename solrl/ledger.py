@@ -73,12 +73,12 @@ def step_entries(
     ``proxy`` [G, N], or None when nothing was explored; ``rewards`` [len(selection.groups), K]; ``audits`` holds
     [1, N] rewards of groups that were regenerated whole.
     """
-    proxies = _rows(proxy) if proxy is not None else [[None] * len(row) for row in seeds]
+    proxies = proxy.rows() if proxy is not None else [[None] * len(row) for row in seeds]
     regenerated: dict[tuple[int, int], float | None] = {}
     for group, scores in (audits or {}).items():
-        regenerated |= {(group, candidate): value for candidate, value in enumerate(_rows(scores)[0])}
+        regenerated |= {(group, candidate): value for candidate, value in enumerate(scores.rows()[0])}
     kept: set[tuple[int, int]] = set()
-    for group, row, values in zip(selection.groups, selection.indices.tolist(), _rows(rewards), strict=True):
+    for group, row, values in zip(selection.groups, selection.indices.tolist(), rewards.rows(), strict=True):
         regenerated |= {(group, candidate): value for candidate, value in zip(row, values, strict=True)}
         kept |= {(group, candidate) for candidate in row}
     return [
@@ -153,8 +153,3 @@ def _known_steps(run_dir: Path) -> str:
 
 def _step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step_"))
-
-
-def _rows(scores: Scores) -> list[list[float | None]]:
-    rows = zip(scores.values.tolist(), scores.present.tolist(), strict=True)
-    return [[value if there else None for value, there in zip(*row, strict=True)] for row in rows]

@@ -19,7 +19,7 @@ from solrl.checkpoint import Checkpoint, RunFolder, newest_checkpoint
 from solrl.clock import Stopwatch
 from solrl.display import labelled, plan_lines
 from solrl.environment import device_name, environment, fingerprint
-from solrl.evaluate import HeldOut, encode_all
+from solrl.evaluate import HeldOut, encode_all, saved_means
 from solrl.export import export_checkpoint, pick_checkpoint
 from solrl.fidelity import full_fidelity, kept_fidelity
 from solrl.gate import too_low
@@ -55,6 +55,7 @@ class Recorder:
             self._restore()
         self.tracking = Tracking(self.config, is_main=self.is_main)
         self.heldout = self._open_heldout()
+        self._base_means = saved_means(self.config.output.dir, 0, self.heldout.prompts) if resume else {}
 
     def __enter__(self) -> Self:
         return self
@@ -198,11 +199,15 @@ class Recorder:
             if self.is_main or self.world.in_step:
                 images, values = self.heldout.grid(session.rollout_policy, self.config, evaluation)
             if self.is_main:
+                evaluation.save(self.config.output.dir, step, self.heldout.prompts)
                 path = self.config.output.dir / "samples" / f"step_{step:06d}.png"
                 save_grid(path, images, self.heldout.prompts[: len(images)], rewards=values, title=f"step {step}")
         finally:
             session.sync()
-        return evaluation.metrics() | {"time/evaluate_s": clock.metrics()["time/total_s"]}
+        if step == 0:
+            self._base_means = evaluation.means()
+        metrics = evaluation.metrics(self._base_means if step else {})
+        return metrics | {"time/evaluate_s": clock.metrics()["time/total_s"]}
 
     def _save(self, step: int) -> None:
         """Checkpoint and export of the weights after ``step``, whose metrics are the last that were recorded."""

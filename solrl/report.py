@@ -42,6 +42,7 @@ FILES = {
     FILE: "one line a step, all that is plotted here",
     "decisions.jsonl": "every decision, shift and job; <code>solrl trace</code> makes a Perfetto trace of it",
     "ledger": "every candidate: prompt, seed, scores; <code>solrl replay</code> redraws any of them",
+    "heldout": "every score of each evaluation, prompt by prompt",
     "samples": "image grids on fixed seeds",
     "checkpoints": "for <code>--resume</code>: the last three and the best",
     "lora": "the averaged adapter, for <code>pipe.load_lora_weights</code>",

@@ -189,3 +189,8 @@ class Scores:
     def signal(self) -> Tensor:
         """[G, N] what training goes by."""
         return self.values if self.standardized is None else self.standardized
+
+    def rows(self) -> list[list[float | None]]:
+        """The values as numbers, group by group; None: missing."""
+        rows = zip(self.values.tolist(), self.present.tolist(), strict=True)
+        return [[value if there else None for value, there in zip(*row, strict=True)] for row in rows]

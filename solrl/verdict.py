@@ -1,8 +1,9 @@
 """Is this training normal? A verdict in one line, with its reasons, from what a run has recorded.
 
 health.py stops a run for what noise cannot produce. Here numbers with noise are weighed: no difference counts that its
-standard error could explain. Errors of two evaluations are added as if they were independent; prompts and seeds are the
-same, so the true error of a difference is smaller, and the verdict errs on the side of silence.
+standard error could explain. What was gained since before training is known prompt by prompt, with the error of that.
+Errors of two later evaluations are added as if they were independent; prompts and noise are the same, so the true error
+is smaller, and the verdict errs on the side of silence.
 """
 
 from __future__ import annotations
@@ -137,21 +138,34 @@ def judge(config: Config, rows: Sequence[Row]) -> Verdict:
 
 @dataclass(frozen=True)
 class Point:
-    """A held-out mean at a step, with its standard error over prompts."""
+    """A held-out mean at a step, and what it gained since before training, with their standard errors over prompts."""
 
     step: int
     mean: float
     error: float
+    gain: float
+    gain_error: float
 
     def z(self, later: Point) -> float:
         """Standard errors by which ``later`` lies higher; 0 where there is no error to compare with."""
-        error = math.hypot(self.error, later.error)
-        return (later.mean - self.mean) / error if error else 0.0
+        gain, error = later.gain, later.gain_error
+        if self.step:
+            gain, error = later.mean - self.mean, math.hypot(self.error, later.error)
+        return gain / error if error else 0.0
 
 
 def _points(rows: Sequence[Row], reward: str) -> list[Point]:
-    mean, error = f"eval/{reward}/mean", f"eval/{reward}/stderr"
-    return [Point(int(row["step"]), row[mean], row.get(error, 0.0)) for row in rows if mean in row]
+    """The evaluations of a reward, oldest first. Where no gain was recorded it is that of two independent means."""
+    key = f"eval/{reward}"
+    points: list[Point] = []
+    for row in rows:
+        if f"{key}/mean" in row:
+            mean, error = row[f"{key}/mean"], row.get(f"{key}/stderr", 0.0)
+            base = points[0] if points else Point(int(row["step"]), mean, error, 0.0, 0.0)
+            gain = row.get(f"{key}/gain", mean - base.mean)
+            gain_error = row.get(f"{key}/gain_stderr", math.hypot(error, base.error))
+            points.append(Point(int(row["step"]), mean, error, gain, gain_error))
+    return points
 
 
 def _alarm(looks: int) -> float:
@@ -177,10 +191,10 @@ def _heldout(config: Config, rows: Sequence[Row], steps: Sequence[Row]) -> Findi
         return Finding("suspicious", f"held-out {_change(name, best, last)}: the best is behind")
     if base.z(last) >= RISE:
         return Finding("healthy", text)
-    if base.mean != last.mean and not base.error + last.error:
+    if last.gain and not last.gain_error:
         return Finding("too early", f"held-out {name} is measured on one prompt, which has no standard error")
     spread = median([row["reward/std"] for row in steps if "reward/std" in row] or [0.0])
-    missed = RISE * math.hypot(base.error, last.error)
+    missed = RISE * last.gain_error
     if spread and missed > RESOLUTION * spread:
         return Finding(
             "too early", f"{text}: a gain below {missed:.2g} would not be seen (evaluate.num_prompts is too small)"
@@ -199,11 +213,12 @@ def _panel(config: Config, rows: Sequence[Row]) -> Iterator[Finding]:
         points = _points(rows, name)
         if len(points) < 2:
             continue
-        best, last = max(points, key=lambda point: point.mean), points[-1]
-        if best.z(last) <= -_alarm(len(points) - 1):
+        last = points[-1]
+        before = min(points[0], max(points, key=lambda point: point.mean), key=lambda point: point.z(last))
+        if before.z(last) <= -_alarm(len(points) - 1):
             rose = len(trained) > 1 and trained[0].z(trained[-1]) >= RISE
             why = ": the reward may be exploited" if rose else ""
-            yield Finding("suspicious", f"{_change(name, best, last)}, which is not trained on{why}")
+            yield Finding("suspicious", f"{_change(name, before, last)}, which is not trained on{why}")
         else:
             yield Finding("healthy", f"{_change(name, points[0], last)}, not trained on")
     if not names:

@@ -112,7 +112,7 @@ def test_arms_at_equal_compute_get_as_many_evaluations_as_two_stages(tmp_path: P
     arms = study(tmp_path, "1").arms
     whole = {arm: config.train.num_steps * step_evaluations(config) for (_, arm), config in arms.items()}
     for arm, evaluations in whole.items():
-        assert abs(evaluations - whole["sol_rl"]) <= step_evaluations(arms["shapes", arm]) / 2, arm
+        assert 0 <= evaluations - whole["sol_rl"] < step_evaluations(arms["shapes", arm]), arm
     assert arms["shapes", "nft"].train.num_steps > arms["shapes", "sol_rl"].train.num_steps
 
 
@@ -226,7 +226,9 @@ def test_differences_are_paired_and_starred_where_zero_is_outside() -> None:
 def test_cells_that_were_not_run_are_empty_beside_their_command(tmp_path: Path) -> None:
     text = report_of(study(tmp_path)).text()
     assert line_of(text, "DiffusionNFT").split() == ["DiffusionNFT"]
-    assert line_of(text, "DanceGRPO").split() == ["DanceGRPO", "1.4937", "0.2898", "0.8807", "0.3552"]
+    assert line_of(text, "DanceGRPO").split() == [
+        "DanceGRPO", "1.4937", "+1.0387", "0.2898", "+0.0268", "0.8807", "+0.0711", "0.3552", "+0.0986",
+    ]  # fmt: skip
     for key in TABLES:
         assert f"    python -m benchmarks alignment runs/x --tables {key}\n" in text
 

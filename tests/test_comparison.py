@@ -55,6 +55,8 @@ def test_the_runs_own_numbers_come_out_again_bit_for_bit(run_dir: Path, tmp_path
     for row, line in ((base, lines[0]), (ema, lines[1])):
         assert row["mean"] == line["eval/tests.parts:Redness/mean"]
         assert row["stderr"] == line["eval/tests.parts:Redness/stderr"]
+    assert ema["minus_base"] == lines[1]["eval/tests.parts:Redness/gain"] != 0
+    assert ema["minus_base_stderr"] == lines[1]["eval/tests.parts:Redness/gain_stderr"] > 0
     assert base["mean"] != ema["mean"] != raw["mean"] and found["step"] == 1
     assert (tmp_path / "ema.png").is_file() and (tmp_path / "raw.png").is_file()
     shown, recorded = load_grid(tmp_path / "ema.png"), load_grid(run_dir / "samples" / "step_000001.png")

@@ -65,7 +65,11 @@ def results(dir: Path) -> dict[str, Any]:
             with safetensors.safe_open(path, "pt") as file:
                 tensors = {key: file.get_tensor(key).numpy().tobytes() for key in sorted(file.keys())}
                 files[name] = tensors, sorted(file.metadata().items())
-        elif path.suffix in (".safetensors", ".png") or name.startswith("ledger/") or path.name == "README.md":
+        elif (
+            path.suffix in (".safetensors", ".png")
+            or name.startswith(("ledger/", "heldout/"))
+            or path.name == "README.md"
+        ):
             files[name] = path.read_bytes()
     lines = [json.loads(line) for line in (dir / "metrics.jsonl").read_text().splitlines()]
     files["metrics"] = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]

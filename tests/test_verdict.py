@@ -64,6 +64,16 @@ def test_a_rise_beyond_its_error_with_a_panel_that_follows_is_healthy() -> None:
     )
 
 
+def test_a_gain_known_prompt_by_prompt_counts_with_its_own_error() -> None:
+    rows = run([0.376, 0.39, 0.409], error=0.017, panel=[0.58, 0.59, 0.56])
+    assert verdict(rows).kind == "no progress"
+    rows[-1] |= {"eval/shapes/gain": 0.033, "eval/shapes/gain_stderr": 0.010}
+    assert verdict(rows).line.startswith("healthy: held-out shapes 0.376 -> 0.409 (+3.3 standard errors)")
+    rows[-1] |= {"eval/clip_score/gain": -0.02, "eval/clip_score/gain_stderr": 0.005}
+    found = verdict(rows)
+    assert found.kind == "suspicious" and "clip_score 0.580 -> 0.560 (-4.0 standard errors)" in found.line
+
+
 def test_without_a_panel_a_healthy_run_is_told_what_would_not_show() -> None:
     found = verdict(run([0.38, 0.56]))
     assert found.kind == "healthy" and "no second reward is watched (evaluate.rewards)" in found.line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -136,12 +137,13 @@ class Study:
         return {**given, "train.num_steps": self._num_steps(method, given)}
 
     def _num_steps(self, method: Method, given: Mapping[str, Any]) -> int:
+        """Where compute is to be equal, enough to reach the two-stage arm's, so that the curve has a value there."""
         steps = self.base.train.num_steps
         if method.steps:
             return method.steps
         if method.equal == "steps":
             return steps
-        return max(1, round(steps * step_evaluations(self.base) / step_evaluations(load_config(self.config, given))))
+        return math.ceil(steps * step_evaluations(self.base) / step_evaluations(load_config(self.config, given)))
 
     @cached_property
     def arms(self) -> dict[tuple[str, str], Config]:
