@@ -24,7 +24,7 @@ NOTES = """\
   moved      running jobs that one shift moves: an eighth of the role's replicas comes up (or goes down)
   decide     measured: processor seconds of scheduler.shift_up or shift_down, over the jobs it placed
   re-prefill simulated: tokens of a moved job over the assumed prefill speed of its replica
-  paper      Table 3: dispatch (which there includes the wait for room), re-prefill, total"""
+  paper      Table 3: dispatch (which there includes the wait for room), re-prefill, total (with abort)"""
 
 
 def main(argv: Sequence[str]) -> int:

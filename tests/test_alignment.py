@@ -262,14 +262,23 @@ def test_the_speed_up_is_the_ratio_of_compute_to_the_same_reward(tmp_path: Path)
     ).text()
     expected = 2 * step_evaluations(slow) / step_evaluations(fast)
     for share in ("25%", "50%", "75%", "100%"):
-        assert line_of(text, share).split() == [share, "1", "of", "1", f"{expected:.2f}"]
+        assert line_of(text, share).split() == [share, f"{expected:.2f}", "1", "of", "1", f"{expected:.2f}"]
 
 
 def test_a_reward_that_is_never_reached_gives_no_speed_up(tmp_path: Path) -> None:
     plan = study(tmp_path, "4", seeds=1)
     text = report_of(plan, cell(plan, "nft", 0, 0.3, 0.5), cell(plan, "sol_rl", 0, 0.3, 0.42)).text()
-    assert line_of(text, "50%").split()[1:4] == ["1", "of", "1"]
+    assert line_of(text, "50%").split()[2:5] == ["1", "of", "1"]
     assert line_of(text, "75%").split() == ["75%"]
+
+
+def test_the_mean_curves_count_the_seeds_that_never_get_there(tmp_path: Path) -> None:
+    plan = study(tmp_path, "4", seeds=2)
+    slow, fast = (plan.arms["shapes", arm] for arm in ("nft", "sol_rl"))
+    ends = {("nft", 0): 0.4, ("nft", 1): 0.4, ("sol_rl", 0): 0.5, ("sol_rl", 1): 0.3}
+    text = report_of(plan, *(cell(plan, arm, seed, 0.3, end) for (arm, seed), end in ends.items())).text()
+    cost = slow.train.num_steps * step_evaluations(slow) / (fast.train.num_steps * step_evaluations(fast))
+    assert line_of(text, "100%").split() == ["100%", f"{cost:.2f}", "1", "of", "2", f"{2 * cost:.2f}"]
 
 
 def test_gains_are_counted_in_errors_of_both_evaluations(tmp_path: Path) -> None:
