@@ -45,14 +45,14 @@ class Method:
 ALONE = {"explore.enabled": False}
 EULER = {"regenerate.solver": "euler"}
 GRPO = ALONE | EULER
-TINY_GRPO = {"prompts.per_step": 8, "train.timestep_fraction": 0.5, "train.kl_weight": 0.0}
-EXPLORED_GRPO = {
+TINY_GRPO = {
     "prompts.per_step": 16,
-    "explore.num_steps": 4,
     "train.timestep_fraction": 0.9,
     "train.kl_weight": 0.02,
     "train.learning_rate": 2e-4,
 }
+DANCE_NOISE = {"train.objective_options.noise_level": 1.2}
+EXPLORED_GRPO = TINY_GRPO | {"explore.num_steps": 4}
 CPS = {"train.objective_options.sde_type": "cps", "train.objective_options.noise_level": 0.8}
 
 METHODS: dict[str, Method] = {
@@ -60,13 +60,13 @@ METHODS: dict[str, Method] = {
     "nft": Method(ALONE, equal="compute"),
     "awm": Method(ALONE | {"train.objective": "awm"}, {"train.kl_weight": 0.02}, equal="compute"),
     "flow_grpo": Method(GRPO | {"train.objective": "flow_grpo"}, TINY_GRPO, equal="compute"),
-    "dance_grpo": Method(GRPO | {"train.objective": "dance_grpo"}, TINY_GRPO, equal="compute"),
+    "dance_grpo": Method(GRPO | {"train.objective": "dance_grpo"}, TINY_GRPO | DANCE_NOISE, equal="compute"),
     "explored_awm": Method({"train.objective": "awm"}, {"train.kl_weight": 0.02}),
     "explored_flow_sde": Method(EULER | {"train.objective": "flow_grpo"}, EXPLORED_GRPO, steps=12),
     "explored_flow_cps": Method(EULER | {"train.objective": "flow_grpo"} | CPS, EXPLORED_GRPO, steps=24),
     "explored_dance": Method(
         EULER | {"train.objective": "dance_grpo"},
-        EXPLORED_GRPO | {"train.objective_options.noise_level": 1.2},
+        EXPLORED_GRPO | DANCE_NOISE,
         steps=24,
     ),
     "explored_dpo": Method(
