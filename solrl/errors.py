@@ -17,7 +17,10 @@ class UsageError(SolrlError):
 
 
 class RewardFailed(SolrlError):
-    """The reward raised, or answered with something that is no score; the steps before are saved. Exit code 1."""
+    """The reward raised, answered with something that is no score, or judged no image of an evaluation.
+
+    The steps before are saved. Exit code 1.
+    """
 
 
 class Interrupted(SolrlError):

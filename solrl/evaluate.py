@@ -18,7 +18,7 @@ from solrl.files import saving, write_atomic
 from solrl.groups import group_seeds
 from solrl.image_statistics import STATISTICS
 from solrl.rollout import ScoreBoard, call_reward, rollout, scored, weighted
-from solrl.types import Conditioning, Policy, Reward, Scores, SolrlError
+from solrl.types import Conditioning, Policy, Reward, RewardFailed, Scores, SolrlError
 
 GRID_PROMPTS, GRID_SEEDS = 8, 4
 ENCODED_AT_ONCE = 64
@@ -27,10 +27,18 @@ ENCODED_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation measured, equal on every rank."""
+    """What an evaluation measured, equal on every rank. RewardFailed for a reward that could judge no image."""
 
     scores: dict[str, Scores]  # reward -> [prompts, images per prompt], the trained one first
     statistics: dict[str, Tensor]  # image statistic -> float64 [prompts, images per prompt]
+
+    def __post_init__(self) -> None:
+        for name, score in self.scores.items():
+            if not score.present.any():
+                raise RewardFailed(
+                    f"reward {name} could judge none of the {score.present.numel()} held-out images: look at why "
+                    "(what it asks may be out of reach), or take another in reward.name or evaluate.rewards"
+                )
 
     def means(self) -> dict[str, Tensor]:
         """The prompt means of every reward."""
@@ -41,14 +49,14 @@ class Evaluation:
 
         Errors are over prompts, since images of one prompt are not independent. A gain is the mean over prompts of what
         was gained since the prompt means ``before``, those of the rewards that are there: prompts and noise are the
-        same, so its error is smaller than that of two means. ``std`` is the spread of single images.
+        same, so its error is smaller than that of two means. Where no prompt has a score in both there is no gain.
+        ``std`` is the spread of single images.
         """
         metrics = {}
         for name, means in self.means().items():
             metrics[f"eval/{name}/mean"], metrics[f"eval/{name}/stderr"] = mean_and_error(means)
-            if name in before:
-                gain = mean_and_error(means - before[name])
-                metrics[f"eval/{name}/gain"], metrics[f"eval/{name}/gain_stderr"] = gain
+            if name in before and not (gains := means - before[name]).isnan().all():
+                metrics[f"eval/{name}/gain"], metrics[f"eval/{name}/gain_stderr"] = mean_and_error(gains)
         for name, values in self.statistics.items():
             metrics[f"images/{name}/mean"] = float(values.mean())
             metrics[f"images/{name}/std"] = float(values.std(correction=0))

@@ -271,17 +271,15 @@ class Recorder:
     def _facts(self, step: int, record: StepRecord) -> StepFacts:
         rewards = record.rewards
         norms = self.world.sum_(clean_norms(rewards.clean, rewards.values.numel()))
-        flat = sum(
-            len(set(row[there].tolist())) < 2 for row, there in zip(rewards.values, rewards.present, strict=True)
-        )
+        different = [len(set(row[there].tolist())) for row, there in zip(rewards.values, rewards.present, strict=True)]
         stages = [s for s in (record.proxy, *record.audits.values()) if s is not None]
         if self.config.regenerate.enabled:
             stages.append(rewards)
         return StepFacts(
             step=step,
             num_groups=len(record.prompts),
-            trained_groups=len(record.selection.groups) - flat,
-            zero_std_groups=record.selection.num_without_spread + flat,
+            trained_groups=sum(number > 1 for number in different),
+            zero_std_groups=record.selection.num_without_spread + different.count(1),
             num_scores=sum(s.present.numel() for s in stages),
             num_missing=sum(int((~s.present).sum()) for s in stages),
             num_nonfinite=int((~norms.isfinite()).sum()),

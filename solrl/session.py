@@ -52,7 +52,7 @@ class StepRecord:
     selection: Selection
     rewards: Scores  # [kept groups, K]
     audits: dict[int, Scores]  # group -> [1, N] rewards of a group regenerated whole
-    metrics: dict[str, float]  # of the update; empty where no group was left
+    metrics: dict[str, float]  # of the update; empty where there was nothing to train on
     synced: SyncReport
     scales: dict[str, float]  # on audit steps, how well the static activation scales fit
     version: int  # optimizer steps done when what drew the samples was the newest

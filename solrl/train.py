@@ -135,11 +135,11 @@ def training_set(
     *,
     lies_apart: bool,
 ) -> TrainingSet | None:
-    """The kept samples of a step; None where no group is left.
+    """The kept samples of a step; None where none of them has a score, and so nothing can be learned.
 
     ``lies_apart``: a micro-batch may have been drawn by another rank than the one that trains on it.
     """
-    if not selection.groups:
+    if not rewards.present.any():
         return None
     config, kept = session.config, selection.pick(seeds)
     clean = rewards.clean

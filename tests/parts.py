@@ -68,6 +68,19 @@ class Darkness:
         return 1 - images.mean((1, 2, 3))
 
 
+class Blind(Redness):
+    """Redness that judges nothing in its ``blind`` calls, the first of which has number 1."""
+
+    name = "blind"
+
+    def __init__(self, blind: Sequence[int]) -> None:
+        self.blind, self.call = blind, 0
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        self.call += 1
+        return super().__call__(images, prompts), torch.full((len(prompts),), self.call not in self.blind)
+
+
 class Graininess:
     """Mean absolute difference of neighbouring pixels: highest for noise."""
 

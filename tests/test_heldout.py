@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from solrl.errors import SolrlError
+from solrl.errors import RewardFailed, SolrlError
 from solrl.evaluate import Evaluation, saved_means
 from solrl.types import Scores
 
@@ -37,6 +37,18 @@ def test_a_prompt_without_a_score_is_in_no_gain() -> None:
     found = after.metrics(before.means())
     assert found["eval/shapes/gain"] == pytest.approx(0.15)  # 0.2 - 0.2 and 1.2 - 0.9
     assert found["eval/shapes/mean"] == pytest.approx((0.2 + 0.8 + 1.2) / 3)
+
+
+def test_where_no_prompt_has_a_score_in_both_there_is_no_gain() -> None:
+    before, after = evaluation([[0.1], [None]]), evaluation([[None], [0.3]])
+    assert after.metrics(before.means()) == {"eval/shapes/mean": 0.3, "eval/shapes/stderr": 0.0}
+
+
+def test_a_reward_that_judged_no_image_fails_by_its_name() -> None:
+    with pytest.raises(
+        RewardFailed, match=r"^reward shapes could judge none of the 2 held-out images: look at why .*$"
+    ):
+        evaluation([[None], [None]])
 
 
 def test_saved_means_are_those_of_the_evaluation(tmp_path: Path) -> None:

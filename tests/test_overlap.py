@@ -114,6 +114,17 @@ def test_a_step_that_was_put_aside_goes_on_where_it_was_and_a_complete_one_is_no
 # Whole runs
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_step_without_any_score_teaches_nothing(tmp_path: Path, staleness: int) -> None:
+    """Calls: the evaluation, two explored micro-batches, one regenerated, the evaluation."""
+    reward = {"name": "tests.parts:Blind", "options": {"blind": [4]}, "max_missing_share": 1.0}
+    config = lagging(tmp_path, "shiftable", staleness, reward=reward, train={"num_steps": 1}, prompts={"per_step": 1})
+    assert in_child(lambda: train(config)) == (0, "")
+    (line,) = lines(tmp_path)
+    assert line["health/trained_groups"] == line["health/zero_std_groups"] == 0
+    assert line["health/missing_share"] == pytest.approx(2 / 5) and "grad_norm" not in line
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_the_used_lag_is_as_set_and_old_policy_is_what_drew(alone: Callable[[int], Path], staleness: int) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from solrl import ledger
+from solrl.checkpoint import newest_checkpoint
+from solrl.config import Config
 from solrl.groups import group_advantages
 from solrl.learner import Learner, TrainingSet
 from solrl.signals import SignalStop
@@ -101,6 +104,35 @@ def test_a_reward_that_turns_nan_stops_and_leaves_a_run_that_resumes(tmp_path: P
     good = {"name": "tests.test_train:Broken", "options": {"after": 1000}}
     with pytest.raises(SolrlError, match=r"reward\.options"):  # another reward would be another run
         train(tiny_config(tmp_path / "run", reward=good), resume=True)
+
+
+def blind(folder: Path, calls: list[int], num_steps: int = 1, **sections: Any) -> Config:
+    """Steps on one prompt. Calls: the evaluation; two explored micro-batches and one regenerated; the evaluation."""
+    reward = {"name": "tests.parts:Blind", "options": {"blind": calls}} | sections.pop("reward", {})
+    return tiny_config(folder, reward=reward, train={"num_steps": num_steps}, prompts={"per_step": 1}, **sections)
+
+
+@pytest.mark.parametrize(
+    ("calls", "sections"), [([4], {}), ([2], {"explore": {"enabled": False}})], ids=["regenerated", "not explored"]
+)
+def test_a_step_without_any_score_teaches_nothing_and_is_allowed_or_named(
+    tmp_path: Path, calls: list[int], sections: dict[str, Any]
+) -> None:
+    with pytest.raises(SolrlError, match=r"^step 1: 4 of \d+ scores are missing .* raise reward.max_missing_share"):
+        train(blind(tmp_path / "named", calls, **sections))
+    last = metrics(train(blind(tmp_path / "run", calls, reward={"max_missing_share": 1.0}, **sections)))[-1]
+    assert last["health/trained_groups"] == last["health/zero_std_groups"] == 0 and last["health/skipped_groups"] == 1
+    assert "grad_norm" not in last and "reward/mean" not in last
+
+
+def test_an_evaluation_without_any_score_is_named_and_the_steps_before_it_are_saved(tmp_path: Path) -> None:
+    line = r"^reward tests.parts:Blind could judge none of the 4 held-out images: look at why [^\n]*reward\.name[^\n]*$"
+    with pytest.raises(SolrlError, match=line):
+        train(blind(tmp_path / "first", [1]))
+    with pytest.raises(SolrlError, match=line):
+        train(blind(tmp_path / "last", [8], num_steps=2, output={"audit_every_steps": 0}))
+    newest = newest_checkpoint(tmp_path / "last")
+    assert newest is not None and newest.step == 1
 
 
 def test_a_failure_before_the_first_step_lets_go_of_the_folder(tmp_path: Path) -> None:
