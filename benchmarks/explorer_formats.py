@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.arms import Arm, Run, carry_out, runs
 from benchmarks.common import facts, hardware, name_list, parse, parser, table, whole_number, write_json
-from benchmarks.intervals import interval
+from solrl.intervals import interval
 from solrl.tracking import Row
 
 LEVEL = 0.90

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.arms import Arm, Run, carry_out, runs
 from benchmarks.common import facts, hardware, parse, parser, table, whole_number, write_json
-from benchmarks.intervals import interval
+from solrl.intervals import interval
 
 LEVEL = 0.95
 UNGATED, GATED = "as set", "gated"

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from benchmarks.common import facts, hardware, parse, parser, table, whole_number, write_json
-from benchmarks.intervals import interval
 from benchmarks.iteration_breakdown import measure
 from solrl.config import Config
 from solrl.distributed import World, start
 from solrl.errors import SolrlError, UsageError
+from solrl.intervals import interval
 from solrl.models.loading import compute_dtype, model_source
 from solrl.models.sd3 import SD3Policy
 from solrl.prompts import load_prompts

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from solrl.intervals import student_quantile
 from solrl.types import SolrlError
 
 
@@ -117,15 +118,15 @@ class Interval(NamedTuple):
 def pooled_correlation(values: Sequence[float], size: int) -> Interval:
     """Mean of Spearman correlations of different groups of ``size`` candidates, by Fisher's z.
 
-    The error of one is sqrt(1.06 / (size - 3)) (Fieller, Hartley and Pearson 1957), or the scatter between groups where
-    that is larger. Raises ValueError for no value, or groups of three.
+    The error of one is sqrt(1.06 / (size - 3)) (Fieller, Hartley and Pearson 1957), or the scatter between groups, by
+    Student's quantile, where that gives more. Of a single group nothing is known but the former: groups may differ by
+    more. Raises ValueError for no value, or groups of three.
     """
     if not values or size < 4:
         raise ValueError(f"an interval takes correlations of groups of at least 4, got {len(values)} of {size}")
     z = torch.tensor(values, dtype=torch.float64).clamp(-1 + 1e-9, 1 - 1e-9).atanh()
-    scatter = float(z.std()) if len(z) > 1 else 0.0
-    error = max(math.sqrt(1.06 / (size - 3)), scatter) / math.sqrt(len(z))
-    middle, reach = float(z.mean()), 1.96 * error
+    scatter = student_quantile(0.975, len(z) - 1) * float(z.std()) if len(z) > 1 else 0.0
+    middle, reach = float(z.mean()), max(1.96 * math.sqrt(1.06 / (size - 3)), scatter) / math.sqrt(len(z))
     return Interval(math.tanh(middle), math.tanh(middle - reach), math.tanh(middle + reach))
 
 

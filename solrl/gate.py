@@ -21,6 +21,9 @@ STEPS = 2
 AUDITS = 8
 """Audits that are pooled at most: the newest, since the policy goes on changing."""
 
+FEWEST = 3
+"""Audits on a rung before it is left: a climb is never undone, and how much groups differ takes a few to see."""
+
 HIGHER: Mapping[Precision, tuple[Precision, ...]] = {
     "nvfp4": ("fp8", "full"),
     "emulated_nvfp4": ("fp8", "full"),
@@ -55,5 +58,7 @@ def too_low(config: Config, rows: Sequence[Mapping[str, float]]) -> Interval | N
         return None
     here = takewhile(lambda row: rung_of(row) == rung_of(rows[-1]), reversed(rows))
     audits = [row[key] for row in here if key in row][:AUDITS]
+    if len(audits) < FEWEST:
+        return None
     pooled = pooled_correlation(audits, config.explore.group_size)
     return pooled if pooled.high < limit else None

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, median
+from statistics import fmean, median
 from typing import Literal, TypeAlias
 
 from solrl.config import Config
 from solrl.image_statistics import STATISTICS
+from solrl.intervals import student_quantile
 from solrl.objectives.base import open_objective
 
 Row: TypeAlias = Mapping[str, float]
@@ -36,9 +37,9 @@ BAD: frozenset[Kind] = frozenset({"suspicious", "broken"})
 FALSE_ALARM = 1e-3
 """Chance that noise alone makes one statistic look fallen (one-sided), over all evaluations it was compared with."""
 
-RISE = 2.0
-"""Standard errors above the start from which a held-out reward has risen: one question, asked of one number, so 2.3 %
-are risked where an alarm, which is raised about many, risks a tenth of a percent."""
+NO_RISE = 0.0228
+"""Chance that noise alone makes a held-out reward look risen: two standard errors where there are many prompts. One
+question, asked of one number, so more is risked than with alarms, which are raised about many."""
 
 RESOLUTION = 0.5
 """Evaluations that would miss a gain of this many standard deviations of candidates' rewards can tell nothing."""
@@ -69,6 +70,9 @@ is left; the demo, whose held-out reward nearly doubles, ends at 0.3."""
 LEAP = 0.15
 """The same change by one update, from which updates undo each other. Good runs stay below 0.05 after their first steps
 (Adam's, which are large); a run whose rate was too high passed 0.2 as its reward began to fall."""
+
+ROUNDING = 1.5
+"""By how much rounding may exceed what it was when old_policy was all but equal to the policy: 1.3 in bfloat16."""
 
 CLIPPED = 0.9
 """Share of trained timesteps with a clipped ratio from which hardly any gradient is left."""
@@ -147,7 +151,10 @@ class Point:
     gain_error: float
 
     def z(self, later: Point) -> float:
-        """Standard errors by which ``later`` lies higher; 0 where there is no error to compare with."""
+        """Standard errors by which ``later`` lies higher; 0 where there is no error to compare with.
+
+        Of as many degrees of freedom as there are prompts but one; where errors are added there are more.
+        """
         gain, error = later.gain, later.gain_error
         if self.step:
             gain, error = later.mean - self.mean, math.hypot(self.error, later.error)
@@ -168,9 +175,14 @@ def _points(rows: Sequence[Row], reward: str) -> list[Point]:
     return points
 
 
-def _alarm(looks: int) -> float:
+def _alarm(looks: int, freedom: int) -> float:
     """Standard errors that count as a fall, when the value is compared with ``looks`` others (Bonferroni)."""
-    return NormalDist().inv_cdf(1 - FALSE_ALARM / max(looks, 1))
+    return student_quantile(1 - FALSE_ALARM / max(looks, 1), max(freedom, 1))
+
+
+def _rise(config: Config) -> float:
+    """Standard errors that count as a rise of a held-out mean."""
+    return student_quantile(1 - NO_RISE, max(config.evaluate.num_prompts - 1, 1))
 
 
 def _change(name: str, before: Point, after: Point) -> str:
@@ -184,17 +196,18 @@ def _heldout(config: Config, rows: Sequence[Row], steps: Sequence[Row]) -> Findi
     if len(points) < 2:
         return Finding("too early", f"held-out {name} has been measured {len(points)} times: it takes two")
     base, last, best = points[0], points[-1], max(points, key=lambda point: point.mean)
-    text, alarm = f"held-out {_change(name, base, last)}", _alarm(len(points) - 1)
+    text, rise = f"held-out {_change(name, base, last)}", _rise(config)
+    alarm = _alarm(len(points) - 1, config.evaluate.num_prompts - 1)
     if base.z(last) <= -alarm:
         return Finding("broken", f"{text}: worse than before training")
     if best.z(last) <= -alarm:
         return Finding("suspicious", f"held-out {_change(name, best, last)}: the best is behind")
-    if base.z(last) >= RISE:
+    if base.z(last) >= rise:
         return Finding("healthy", text)
     if last.gain and not last.gain_error:
         return Finding("too early", f"held-out {name} is measured on one prompt, which has no standard error")
     spread = median([row["reward/std"] for row in steps if "reward/std" in row] or [0.0])
-    missed = RISE * last.gain_error
+    missed = rise * last.gain_error
     if spread and missed > RESOLUTION * spread:
         return Finding(
             "too early", f"{text}: a gain below {missed:.2g} would not be seen (evaluate.num_prompts is too small)"
@@ -215,8 +228,8 @@ def _panel(config: Config, rows: Sequence[Row]) -> Iterator[Finding]:
             continue
         last = points[-1]
         before = min(points[0], max(points, key=lambda point: point.mean), key=lambda point: point.z(last))
-        if before.z(last) <= -_alarm(len(points) - 1):
-            rose = len(trained) > 1 and trained[0].z(trained[-1]) >= RISE
+        if before.z(last) <= -_alarm(len(points) - 1, config.evaluate.num_prompts - 1):
+            rose = len(trained) > 1 and trained[0].z(trained[-1]) >= _rise(config)
             why = ": the reward may be exploited" if rose else ""
             yield Finding("suspicious", f"{_change(name, before, last)}, which is not trained on{why}")
         else:
@@ -240,9 +253,10 @@ def _trend(steps: Sequence[Row]) -> Iterator[Finding]:
     error = math.sqrt(rest / (len(points) - 2) / spread)
     if not error:
         return
-    z = slope / error
+    z, freedom = slope / error, len(points) - 2
+    alarm, rise = _alarm(1, freedom), student_quantile(1 - NO_RISE, freedom)
     text = f"training reward {slope:+.2g} a step ({z:+.1f} standard errors)"
-    yield Finding("suspicious" if z <= -_alarm(1) else "healthy", text, is_hint=-_alarm(1) < z < RISE)
+    yield Finding("suspicious" if z <= -alarm else "healthy", text, is_hint=-alarm < z < rise)
 
 
 def _images(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -254,13 +268,15 @@ def _images(rows: Sequence[Row]) -> Iterator[Finding]:
     drifts = {}
     for name in STATISTICS:
         before, after, spread = first[f"images/{name}/mean"], last[f"images/{name}/mean"], first[f"images/{name}/std"]
-        drifts[name] = (after - before) / spread if spread else 0.0
+        if not spread:  # a single image, or images that are all alike
+            continue
+        drifts[name] = (after - before) / spread
         if abs(drifts[name]) > DRIFT:
             kind: Kind = "broken" if abs(drifts[name]) > STRANGE else "suspicious"
             moved = f"{before:.3g} -> {after:.3g} ({drifts[name]:+.1f} times its spread before)"
             yield Finding(kind, f"images' {name.replace('_', ' ')} {moved}")
     updates = sum(row.get("health/policy_change", 0) > 0 for row in rows if row["step"] <= last["step"])
-    if updates >= FEW_UPDATES and all(abs(drift) < UNMOVED for drift in drifts.values()):
+    if updates >= FEW_UPDATES and drifts and all(abs(drift) < UNMOVED for drift in drifts.values()):
         yield Finding("broken", f"after {updates} updates the held-out images are those from before training")
 
 
@@ -318,14 +334,17 @@ def _norms(config: Config, steps: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _distances(config: Config, steps: Sequence[Row]) -> Iterator[float]:
-    """Root mean square change of the velocity by one update, before each update but the first.
+    """Root mean square change of the velocity by one update, before each update but the first; never more than it was.
 
     old_policy is an average with decay d, which lags d / (1 - d) updates behind, and with runtime.staleness by those
-    steps more; nothing where it is the policy itself.
+    steps more; nothing where it is the policy itself. What rounding alone puts between two velocities is known from the
+    first such update, when there is hardly any lag, and left out: in bfloat16 it is 0.005 of them.
     """
-    key = "health/velocity_old_distance"
+    key, rounding = "health/velocity_old_distance", math.inf
     for number, row in enumerate(row for row in steps if key in row):
         decay = min(config.train.old_decay_rate * number, config.train.old_decay_cap)
         lag = decay / (1 - decay) + config.runtime.staleness
         if lag:
-            yield math.sqrt(row[key]) / lag
+            distance = math.sqrt(row[key])
+            rounding = min(rounding, ROUNDING * distance if lag < 1 else 0.0)
+            yield max(distance - rounding, 0.0) / lag

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from benchmarks.arms import Arm, Run, carry_out, runs
 from benchmarks.explorer_formats import main, report
-from benchmarks.intervals import interval, student_quantile
 from solrl.errors import SolrlError, UsageError
+from solrl.intervals import interval, student_quantile
 from solrl.settings import save_config
 from tests.parts import tiny_config
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from solrl.config import Config
 from solrl.image_statistics import STATISTICS
-from solrl.verdict import Verdict, judge, stops_early
+from solrl.verdict import Verdict, _alarm, judge, stops_early
 from tests.parts import tiny_config
 
 DATA = Path(__file__).parent / "data" / "verdict"
@@ -20,7 +21,8 @@ Rows = list[dict[str, float]]
 
 
 def config(**sections: Any) -> Config:
-    return tiny_config(**({"train": {"num_steps": 40, "learning_rate": 3e-4}} | sections))
+    usual = {"train": {"num_steps": 40, "learning_rate": 3e-4}, "evaluate": {"num_prompts": 64}}
+    return tiny_config(**(usual | sections))
 
 
 def run(
@@ -92,7 +94,7 @@ def test_the_same_rise_with_a_larger_error_is_no_progress() -> None:
         (run([0.38, 0.4], every=4), "after 4 steps: the weights are an average over 10"),
         (
             run([0.38, 0.45, 0.42], error=0.09),
-            "a gain below 0.25 would not be seen (evaluate.num_prompts is too small)",
+            "a gain below 0.26 would not be seen (evaluate.num_prompts is too small)",
         ),
         (run([0.38, 0.9], error=0.0), "is measured on one prompt, which has no standard error"),
     ],
@@ -167,8 +169,32 @@ def test_the_distance_of_old_policy_is_read_as_that_of_one_update() -> None:
     assert verdict(rows).kind == "healthy"
     for row in rows[1:]:
         row["health/velocity_old_distance"] *= 4
-    assert "an update changes the velocity by 20% of its size: train.learning_rate is too high" in verdict(rows).line
+    assert "an update changes the velocity by 18% of its size: train.learning_rate is too high" in verdict(rows).line
     assert verdict(rows, train={"old_decay_rate": 0.0}).kind == "healthy"  # then it is the policy itself
+
+
+def test_rounding_in_bfloat16_is_not_read_as_a_change_by_updates() -> None:
+    """Two nearly equal adapters differ by 0.5 % of the velocity there, at a lag of a thousandth of an update."""
+    rows = run([0.38, 0.5, 0.6], every=20)
+    for number, row in enumerate(rows[1:]):
+        lag = 0.001 * number / (1 - 0.001 * number)
+        row["health/velocity_old_distance"] = (
+            2 * ((0.005 + 0.0014 * lag / 0.04) ** 2 + (0.03 * lag) ** 2) * (number > 0)
+        )
+    assert verdict(rows).kind == "healthy"
+
+
+def test_a_single_image_has_no_spread_to_drift_by_and_is_not_called_unmoved() -> None:
+    rows = with_images(run([0.38, 0.5, 0.6]), 0.4, 0.5, spread=0.0)
+    assert verdict(rows).kind == "healthy"
+
+
+def test_noise_of_few_numbers_raises_no_more_alarms_than_that_of_many() -> None:
+    """Gains of two to 64 prompts that are noise: broken in a thousandth of the cases, whatever their number."""
+    for prompts in (2, 4, 64):
+        draws = torch.randn(20_000, prompts, generator=torch.Generator().manual_seed(prompts), dtype=torch.float64)
+        z = draws.mean(1) / (draws.std(1) / prompts**0.5)
+        assert 0.0004 < float((z <= -_alarm(1, prompts - 1)).double().mean()) < 0.0019
 
 
 def test_latents_that_grow_or_shrink_by_half_are_suspicious() -> None:
@@ -194,9 +220,9 @@ def test_noise_alone_is_an_alarm_in_at_most_two_runs_of_a_hundred() -> None:
     assert alarms <= 6 and missed <= 300 * 0.06  # one-sided 2.3 % for the rise
 
 
-def test_a_fall_of_four_errors_is_never_missed_by_looking_longer_than_needed() -> None:
+def test_a_fall_of_four_and_a_half_errors_is_never_missed_by_looking_longer_than_needed() -> None:
     for looks in (2, 10, 40):
-        rows = run([0.6] * looks + [0.6 - 0.02 * math.sqrt(2) * 4.2], every=2)
+        rows = run([0.6] * looks + [0.6 - 0.02 * math.sqrt(2) * 4.5], every=2)
         assert verdict(rows).kind == "broken"
 
 

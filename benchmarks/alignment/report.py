@@ -14,9 +14,9 @@ from benchmarks.alignment.study import Cell, Point, Results, interpolate
 from benchmarks.alignment.tables import TABLES, Equal, Table
 from benchmarks.arms import step_evaluations
 from benchmarks.common import pyplot, save_figure, table
-from benchmarks.intervals import interval
 from solrl.config import Config
 from solrl.hardware import Gpu
+from solrl.intervals import interval
 from solrl.plan import make_plan
 from solrl.shapes import Shapes
 

@@ -55,6 +55,11 @@ class TrajectoryObjective(Objective):
                 f"regenerate.enabled = false it would get explored ones (precision {drawn}, no noise): its gradient "
                 "would be biased. Set regenerate.enabled = true, or train.objective to nft, awm or dpo"
             )
+        if config.explore.min_fidelity:
+            raise UsageError(
+                "explore.min_fidelity compares explored samples with redrawn ones, into which "
+                f"train.objective = {name} puts noise that no explorer can know: set it to 0"
+            )
         if config.regenerate.solver != "euler":
             raise UsageError(
                 f"train.objective = {name} draws by its own noisy Euler steps: set regenerate.solver = euler"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from statistics import fmean, stdev
 
 
@@ -14,6 +15,7 @@ def interval(values: Sequence[float], level: float) -> tuple[float, float]:
     return fmean(values), student_quantile((1 + level) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
 
 
+@lru_cache(maxsize=256)
 def student_quantile(probability: float, freedom: int) -> float:
     """The t that Student's distribution with ``freedom`` degrees of freedom stays below with ``probability`` > 1/2.
 
