@@ -194,9 +194,17 @@ def train_run(run: Run, launch: Sequence[str] = ()) -> None:
         raise SolrlError(f"{run.arm} seed {run.seed} ended with exit code {code}: {last} (all of it: {log})")
 
 
+def as_asked(found: Config, asked: Config) -> Config:
+    """The settings ``found`` in a run folder; ``batch.decode`` = 0 where that was asked and the run measured it."""
+    return (
+        found
+        if asked.batch.decode
+        else found.model_copy(update={"batch": found.batch.model_copy(update={"decode": 0})})
+    )
+
+
 def _require_same_settings(run: Run) -> None:
     if not (run.folder / "config.toml").is_file():
         return
-    before = load_config(run.folder)
-    if before != run.config:
+    if as_asked(load_config(run.folder), run.config) != run.config:
         raise UsageError(f"{run.folder} was made with other settings; choose another folder or remove it")

@@ -38,7 +38,7 @@ from solrl.modes import advise_mode
 from solrl.objectives.base import open_objective
 from solrl.overlap import Overlap
 from solrl.recorder import Recorder
-from solrl.restart import goes_on
+from solrl.restart import as_begun, goes_on
 from solrl.rollout import (
     call_parts,
     decode,
@@ -76,6 +76,7 @@ def pipeline(
     check_push(config.output.push_to)
     resume = goes_on(config.output.dir, resume)
     check_folder(config.output.dir, resume)
+    config = as_begun(config) if resume else config
     check_mode(config)
     with SignalStop() as stop, start(config.cpu_threads, config.deterministic) as world:
         session = open_session(config, world, stop)

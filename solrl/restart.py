@@ -1,4 +1,4 @@
-"""Going on after the launcher has restarted the processes.
+"""Going on with a run: with what it measured when it began, and after the launcher has restarted the processes.
 
 When a process of a run dies, ``accelerate launch --max_restarts N`` (torchrun) ends the others and starts all of them
 again with the same command line. Such a run goes on from its newest checkpoint without being told ``--resume``, but
@@ -15,8 +15,10 @@ from pathlib import Path
 import psutil
 
 from solrl.checkpoint import holds_results
+from solrl.config import Config
 from solrl.errors import UsageError
 from solrl.files import saving, write_atomic
+from solrl.settings import load_config
 
 
 def goes_on(run_dir: Path, resume: bool, environment: Mapping[str, str] = os.environ) -> bool:
@@ -27,6 +29,14 @@ def goes_on(run_dir: Path, resume: bool, environment: Mapping[str, str] = os.env
     if environment.get("RANK") == "0" and _read(run_dir) != _launcher():
         raise UsageError(f"{run_dir} already holds a run; pass --resume to continue it or choose another output.dir")
     return True
+
+
+def as_begun(config: Config) -> Config:
+    """``config`` with what its run measured when it began: ``batch.decode``, where 0 asks for as much as fits."""
+    if config.batch.decode:
+        return config
+    measured = load_config(config.output.dir / "config.toml").batch.decode
+    return config.model_copy(update={"batch": config.batch.model_copy(update={"decode": measured})})
 
 
 def mark(run_dir: Path) -> None:

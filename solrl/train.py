@@ -24,7 +24,7 @@ from solrl.launch import check_launcher
 from solrl.learner import TrainingSet
 from solrl.prompts import step_prompts
 from solrl.recorder import Recorder
-from solrl.restart import goes_on
+from solrl.restart import as_begun, goes_on
 from solrl.rollout import exchange_clean
 from solrl.session import Session, StepRecord, open_session
 from solrl.signals import SignalStop
@@ -50,6 +50,7 @@ def train(config: Config, *, resume: bool = False, on_step: Callable[[dict[str, 
     check_push(config.output.push_to)
     resume = goes_on(config.output.dir, resume)
     check_folder(config.output.dir, resume)
+    config = as_begun(config) if resume else config
     with SignalStop() as stop, start(config.cpu_threads, config.deterministic) as world:
         session = open_session(config, world, stop)
         with Recorder(session, resume) as recorder:

@@ -196,6 +196,23 @@ def test_a_run_of_other_settings_in_an_arms_place_is_not_taken_for_the_arms(tmp_
         Results(plan, tmp_path / "x.json")
 
 
+def test_a_run_that_measured_its_decode_slice_is_the_arms_own(tmp_path: Path) -> None:
+    """`batch.decode` = 0 asks for as much as fits, and config.toml says what that was."""
+    plan = Study(tmp_path / "runs", "tiny_flux", ("4",), ("shapes",), 1, {"batch.decode": 0})
+    run, elsewhere = plan.runs()[1], tmp_path / "elsewhere"
+    measured = run.config.model_copy(update={"batch": run.config.batch.model_copy(update={"decode": 16})})
+    for place in (run.folder, elsewhere):
+        place.mkdir(parents=True)
+        finish(place)
+        save_config(measured, place / "config.toml")
+    results = Results(plan, tmp_path / "x.json")
+    assert results.has(run)
+    carry_out([run], 1, say=lambda line: None)  # finished, and of the same settings
+    results.cells.clear()
+    results.add_folder(elsewhere)
+    assert results.has(run)
+
+
 def test_the_price_of_an_evaluation_is_the_median_over_runs(tmp_path: Path) -> None:
     made = []
     for seed, seconds in enumerate((1.0, 2.0, 30.0)):
@@ -244,6 +261,15 @@ def test_plain_training_is_read_where_it_has_spent_what_two_stages_spent(tmp_pat
     assert f"{0.3 + 0.01 * ends:.3f}" in line and f"{ends:.4g}" in line
 
 
+def test_an_arm_that_ended_before_it_had_spent_as_much_is_marked(tmp_path: Path) -> None:
+    plan = study(tmp_path, "4", seeds=1)
+    plan.arms["shapes", "nft"] = plan.arms["shapes", "sol_rl"].model_copy(
+        update={"explore": plan.arms["shapes", "nft"].explore}
+    )
+    text = report_of(plan, cell(plan, "nft", 0, 0.3, 0.4), cell(plan, "sol_rl", 0, 0.3, 0.4)).text()
+    assert line_of(text, "DiffusionNFT").split()[2:5] == ["8", "(of", "10.62)"]
+
+
 def test_at_equal_steps_a_longer_arm_is_read_at_the_same_step(tmp_path: Path) -> None:
     plan = study(tmp_path, "selection", seeds=1)
     last = plan.arms["shapes", "nft"].train.num_steps
@@ -278,7 +304,13 @@ def test_the_mean_curves_count_the_seeds_that_never_get_there(tmp_path: Path) ->
     ends = {("nft", 0): 0.4, ("nft", 1): 0.4, ("sol_rl", 0): 0.5, ("sol_rl", 1): 0.3}
     text = report_of(plan, *(cell(plan, arm, seed, 0.3, end) for (arm, seed), end in ends.items())).text()
     cost = slow.train.num_steps * step_evaluations(slow) / (fast.train.num_steps * step_evaluations(fast))
-    assert line_of(text, "100%").split() == ["100%", f"{cost:.2f}", "1", "of", "2", f"{2 * cost:.2f}"]
+    assert line_of(text, "100%").split() == ["100%", f"{cost:.2f}", "1", "of", "2", f"{2 * cost:.2f}"]  # no interval
+
+
+def test_nothing_is_faster_than_an_arm_that_gained_nothing(tmp_path: Path) -> None:
+    plan = study(tmp_path, "4", seeds=1)
+    text = report_of(plan, cell(plan, "nft", 0, 0.5, 0.4, 0.45), cell(plan, "sol_rl", 0, 0.3, 0.6)).text()
+    assert line_of(text, "100%").split() == ["100%"]
 
 
 def test_gains_are_counted_in_errors_of_both_evaluations(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from diffusers import AutoencoderTiny
 from solrl.config import Config
 from solrl.models.decoder import decode_slice, largest_slice
 from solrl.session import open_session
-from solrl.train import run_step
+from solrl.settings import load_config
+from solrl.train import run_step, train
 from solrl.types import UsageError
 from tests.parts import ALONE, never, stopwatch, tiny_config
 
@@ -46,6 +47,15 @@ def test_the_largest_slice_is_a_divisor_of_the_batch_that_fits(room: int, slice_
 def test_on_a_cpu_an_unset_slice_is_the_whole_batch_and_is_written_down() -> None:
     session = open_session(tiny_config(batch={"decode": 0}), ALONE, never)
     assert session.config.batch.decode == 4 == decode_slice(session.policy, 4)
+
+
+def test_a_resume_decodes_in_the_slices_that_its_run_measured(tmp_path: Path) -> None:
+    settings = tiny_config(tmp_path, batch={"decode": 0}, prompts={"per_step": 1}, regenerate={"group_size": 2})
+    begun = settings.model_copy(update={"train": settings.train.model_copy(update={"num_steps": 1})})
+    path = train(begun) / "config.toml"
+    path.write_text(path.read_text().replace("decode = 4", "decode = 2"))  # as if there had been less room
+    train(settings.model_copy(update={"train": settings.train.model_copy(update={"num_steps": 2})}), resume=True)
+    assert load_config(path).batch.decode == 2 and load_config(path).train.num_steps == 2
 
 
 def test_slices_must_have_one_size() -> None:

@@ -73,7 +73,7 @@ class Report:
                 rows.append([row.label, *[""] * 6, *row.paper])
                 continue
             before, after = fmean(cell.curves[reward][0][1] for cell in cells.values()), fmean(mine.values())
-            rows.append([row.label, str(len(mine)), f"{self.at(made, row.arm, reward):.4g}", f"{before:.3f}",
+            rows.append([row.label, str(len(mine)), self.read_at(made, row.arm, reward), f"{before:.3f}",
                          f"{after:.3f}", f"{after - before:+.3f}",
                          "" if row.arm == made.against else paired(mine, base), *row.paper])  # fmt: skip
         return f"held-out {reward} {CLOCKS[made.equal].format(gpu=self.gpu.name)}\n" + table(header, rows)
@@ -114,7 +114,8 @@ class Report:
     def speed_up(self, made: Table, reward: str) -> str:
         """How much sooner the second arm is where the first one is after 25, 50, 75 and 100 % of its progress.
 
-        Of the mean curves, and seed by seed; the latter looks better than it is where not every seed gets there.
+        Of the mean curves, and seed by seed: then without an interval where not every seed gets there, since those that
+        do are the better ones.
         """
         slow, fast = (self.results.seeds(reward, row.arm) for row in made.rows[:2])
         both = sorted(set(slow) & set(fast))
@@ -128,7 +129,10 @@ class Report:
             line = [f"{share:.0%}", "" if whole is None else f"{whole:.2f}", "", ""]
             if ratios:
                 mean, half = interval(ratios, LEVEL)
-                line[2:] = [f"{len(ratios)} of {len(both)}", f"{mean:.2f}{_within(mean, half)}"]
+                line[2:] = [
+                    f"{len(ratios)} of {len(both)}",
+                    f"{mean:.2f}{_within(mean, half) if len(ratios) == len(both) else ''}",
+                ]
             rows.append(line)
         lines = [table([f"share of {made.rows[0].label}'s gain", "times as fast", "seeds there", "each alone"], rows)]
         if means:
@@ -148,13 +152,21 @@ class Report:
         return step_evaluations(config) if equal == "compute" else modelled(config, self.gpu)
 
     def at(self, made: Table, arm: str, reward: str) -> float:
-        """The step at which ``arm`` has spent what the table's last arm has at its end; at most its own last step."""
-        arms = self.study.arms
+        """Where ``due`` is, at most the arm's own last step."""
+        return min(self.due(made, arm, reward), self.study.arms[reward, arm].train.num_steps)
+
+    def due(self, made: Table, arm: str, reward: str) -> float:
+        """The step at which ``arm`` has spent what the table's last arm has at its end."""
         spent = float(self.study.base.train.num_steps)
         if made.equal != "steps":
             last = made.rows[-1].arm
-            spent = arms[reward, last].train.num_steps * self.cost(made.equal, reward, last)
-        return min(spent / self.cost(made.equal, reward, arm), arms[reward, arm].train.num_steps)
+            spent = self.study.arms[reward, last].train.num_steps * self.cost(made.equal, reward, last)
+        return spent / self.cost(made.equal, reward, arm)
+
+    def read_at(self, made: Table, arm: str, reward: str) -> str:
+        """That step in words; where the arm ended before it, both."""
+        step, due = self.at(made, arm, reward), self.due(made, arm, reward)
+        return f"{step:.4g}" if step == due else f"{step:.4g} (of {due:.4g})"
 
     def values(self, made: Table, arm: str, reward: str) -> dict[int, float]:
         """Seed -> held-out reward there."""
@@ -247,7 +259,12 @@ def _mean_line(cells: Sequence[Cell]) -> Line:
 
 
 def _ratio(slow: Line, fast: Line, costs: Sequence[float], share: float) -> float | None:
-    """Cost of ``slow`` up to a share of its gain over that of ``fast`` up to the same reward; None if it never is."""
+    """Cost of ``slow`` up to a share of its gain over that of ``fast`` up to the same reward.
+
+    None if that is never reached, or nothing was gained.
+    """
+    if slow[-1][1] <= slow[0][1]:
+        return None
     goal = slow[0][1] + share * (slow[-1][1] - slow[0][1])
     first, second = _reaches(slow, goal), _reaches(fast, goal)
     return None if not first or not second else first * costs[0] / (second * costs[1])

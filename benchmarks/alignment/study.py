@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.alignment.tables import METHODS, TABLES, TINY, Method
-from benchmarks.arms import Run, step_evaluations
+from benchmarks.arms import Run, as_asked, step_evaluations
 from benchmarks.common import hardware, read_json
 from solrl.config import Config
 from solrl.errors import UsageError
@@ -197,7 +197,7 @@ class Results:
             self._read()
         for run in study.runs():
             if run.is_finished:
-                if settings_digest(load_config(run.folder)) != settings_digest(run.config):
+                if settings_digest(as_asked(load_config(run.folder), run.config)) != settings_digest(run.config):
                     raise UsageError(f"{run.folder} was made with other settings; move it, or choose another folder")
                 self.add(run)
 
@@ -207,7 +207,7 @@ class Results:
 
     def add_folder(self, folder: Path) -> None:
         """Take in a run made by other means; UsageError where it is not finished or no arm has its settings."""
-        config = load_config(folder)
+        config = as_asked(load_config(folder), self.study.base)
         config = config.model_copy(update={"output": config.output.model_copy(update={"dir": folder})})
         arm = self._arm(config.reward.name, settings_digest(config))
         if arm is None:

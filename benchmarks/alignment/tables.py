@@ -75,7 +75,9 @@ METHODS: dict[str, Method] = {
         steps=12,
     ),
     "naive": Method({"regenerate.enabled": False, "explore.precision": "full"}, explores_in_full=True),
-    "naive_quantized": Method({"regenerate.enabled": False}, explores_in_full=True, is_emulated=True),
+    "naive_quantized": Method(
+        {"regenerate.enabled": False, "explore.precision": "nvfp4"}, explores_in_full=True, is_emulated=True
+    ),
     **{f"steps_{steps}": Method({"explore.num_steps": steps}) for steps in (2, 4, 6, 8)},
     **{f"pool_{size}": Method({"explore.group_size": size}) for size in (24, 48, 72, 96)},
     **{rule: Method({"regenerate.selection": rule}) for rule in ("extremes", "middle")},
