@@ -117,7 +117,7 @@ class Recorder:
         metrics = (
             {"step": step}
             | _reward_metrics(record)
-            | _fidelity(record)
+            | step_fidelity(record)
             | record.metrics
             | record.scales
             | clock.metrics()
@@ -318,14 +318,19 @@ def _reward_metrics(record: StepRecord) -> dict[str, float]:
     return metrics
 
 
-def _fidelity(record: StepRecord) -> dict[str, float]:
+def step_fidelity(record: StepRecord) -> dict[str, float]:
+    """How alike both stages order candidates by each stage's own ``signal``, which selects and trains.
+
+    That of a reward of several parts is standardized over whole groups in both, but over the kept where only those were
+    drawn again: there even a perfect explorer may stay below 1.
+    """
     proxy, rewards = record.proxy, record.rewards
     if proxy is None or not record.selection.groups or rewards.values.shape[1] < 2:
         return {}
     rows = record.selection.indices
     groups = record.selection.groups
-    metrics = kept_fidelity(proxy.values[groups].gather(1, rows), rewards.values, rewards.present)
+    metrics = kept_fidelity(proxy.signal[groups].gather(1, rows), rewards.signal, rewards.present)
     for group, scores in record.audits.items():
         present = proxy.present[group] & scores.present[0]
-        metrics |= full_fidelity(proxy.values[group], scores.values[0], rewards.values.shape[1], present)
+        metrics |= full_fidelity(proxy.signal[group], scores.signal[0], rewards.values.shape[1], present)
     return metrics

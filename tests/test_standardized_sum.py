@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from solrl import ledger
-from solrl.groups import group_advantages, standardized_sum
+from solrl.fidelity import spearman
+from solrl.groups import group_advantages, select_contrastive, standardized_sum
+from solrl.quant.trees import SyncReport
+from solrl.recorder import step_fidelity
 from solrl.rollout import ScoreBoard, call_parts, call_reward
+from solrl.session import StepRecord
 from solrl.train import train
-from solrl.types import RewardFailed, Rollouts, SolrlError
+from solrl.types import RewardFailed, Rollouts, Scores, SolrlError
 from tests.parts import ALONE, tiny_config
 
 torch.set_num_threads(1)
@@ -116,6 +120,25 @@ def test_training_selects_and_learns_by_the_standardized_sum(tmp_path: Path, mon
     )
     line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["reward/mean"] == pytest.approx(float(plain.mean())) and line["eval/normalized_sum/mean"] > 0
+
+
+def stage(parts: Tensor) -> Scores:
+    present = torch.ones(parts.shape[:2], dtype=torch.bool)
+    return Scores(parts.sum(-1), present, {}, standardized_sum(parts, (1.0, 1.0), present))
+
+
+def test_fidelity_is_that_of_the_order_which_selects() -> None:
+    """The explorer sees the loud part exactly and the faint one not at all: half of what selects is noise."""
+    loud, seen, true = torch.randn(3, 1, 96, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    proxy, whole = (stage(torch.stack([loud, part / 100], -1)) for part in (seen, true))
+    selection = select_contrastive(proxy.signal, 24)
+    kept = stage(torch.stack([loud, true / 100], -1)[:, selection.indices[0]])
+    record = StepRecord(["x"], [], proxy, selection, kept, {0: whole}, {}, SyncReport(0, 0.0, 0), {}, 0, 0)
+    found = step_fidelity(record)
+    assert spearman(proxy.values, whole.values) > 0.99
+    assert 0.7 > found["fidelity/full_spearman"] == pytest.approx(float(spearman(proxy.signal, whole.signal)))
+    explored = proxy.signal.gather(1, selection.indices)
+    assert 0.9 > found["fidelity/kept_spearman"] == pytest.approx(float(spearman(explored, kept.signal)))
 
 
 class Red(Parts):
