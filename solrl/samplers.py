@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solrl.types import VelocityFn
+from solrl.types import UsageError, VelocityFn
 
 SOLVERS = ("euler", "dpm2")
 
@@ -52,6 +52,18 @@ def advance(velocity_fn: VelocityFn, state: SamplerState, sigmas: Tensor, solver
     return SamplerState(latents, clean, step + 1)
 
 
+def check_grid(sigmas: Tensor, solver: str, section: str = "") -> None:
+    """UsageError where ``solver`` cannot step through ``sigmas``; ``section`` is that of the settings, "explore." say.
+
+    dpm2 divides by the distance of neighbours, and SANA's grid, rounded to bfloat16, has equal ones from 258 steps on.
+    """
+    if solver == "dpm2" and not bool((sigmas.diff() < 0).all()):
+        raise UsageError(
+            f"{section}num_steps = {len(sigmas) - 1} is too fine for this model: neighbouring sigmas are equal, and "
+            f"{section}solver = dpm2 divides by their distance; lower it, or set {section}solver = euler"
+        )
+
+
 def dpm2_coefficients(sigmas: Tensor) -> list[tuple[float, float, float]]:
     """Per step (a, b0, b1) of x <- a x + b0 m0 + b1 m1, m0 and m1 the current and previous clean predictions.
 
@@ -59,6 +71,7 @@ def dpm2_coefficients(sigmas: Tensor) -> list[tuple[float, float, float]]:
     (1 - s'/s) [m0 + (h/h0)/2 (m0 - m1)], lambda = log((1 - s)/s). First order in step 0, in step 1 (lambda(1) is
     minus infinity, so h/h0 = 0) and in the last step (s' = 0 gives x = m0).
     """
+    check_grid(sigmas, "dpm2")
     s = [float(x) for x in sigmas]
     rows = []
     for i in range(len(s) - 1):

@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from solrl.flow import flux_sigmas, sd3_sigmas, shifted_sigmas
-from solrl.samplers import SamplerState, advance, dpm2_coefficients, sample
+from solrl.flow import flux_sigmas, sana_sigmas, sd3_sigmas, shifted_sigmas
+from solrl.models import load_policy
+from solrl.samplers import SamplerState, advance, check_grid, dpm2_coefficients, sample
+from solrl.types import UsageError
+from tests.parts import CPU, tiny_config
 
 SD3_6 = [
     (0.923343, 0.076657, 0),
@@ -84,6 +87,24 @@ def test_a_trajectory_moved_at_any_step_ends_bit_equal(solver: str) -> None:
         for _ in range(7 - stop):
             moved = advance(velocity, moved, sigmas, solver)
         assert torch.equal(moved.latents, whole)
+
+
+def test_dpm2_takes_no_grid_with_equal_neighbours_and_says_what_to_do() -> None:
+    assert len(dpm2_coefficients(sana_sigmas(257))) == 257
+    line = r"^explore.num_steps = 258 is too fine .*; lower it, or set explore.solver = euler$"
+    with pytest.raises(UsageError, match=line):
+        check_grid(sana_sigmas(258), "dpm2", "explore.")
+    check_grid(sana_sigmas(258), "euler", "explore.")
+    with pytest.raises(UsageError, match=r"^num_steps = 300 is too fine"):
+        sample(lambda x, s: torch.ones_like(x), torch.zeros(1, 1), sana_sigmas(300), "dpm2")
+
+
+@pytest.mark.parametrize("section", ["explore", "regenerate", "evaluate"])
+def test_a_grid_that_a_stages_solver_cannot_take_is_refused_with_the_model(section: str) -> None:
+    model = {"family": "sana", "path": "tiny_sana"}
+    config = tiny_config(model=model, **{section: {"num_steps": 258, "solver": "dpm2"}})
+    with pytest.raises(UsageError, match=f"^{section}.num_steps = 258 .* set {section}.solver = euler$"):
+        load_policy(config, CPU)
 
 
 def test_an_unknown_solver_is_refused() -> None:

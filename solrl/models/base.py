@@ -19,6 +19,7 @@ from solrl.models.encoders import TextEncoders, rests_on_host
 from solrl.models.loading import load_pipeline
 from solrl.plugins import find_class
 from solrl.prompt_cache import PromptCache, cache_folder
+from solrl.samplers import check_grid
 from solrl.types import Conditioning, Policy, SolrlError, UsageError
 
 FAMILIES = {
@@ -187,10 +188,11 @@ def load_policy(config: Config, device: torch.device) -> Policy:
     """The policy a config names, on ``device``: frozen weights, equal adapters "default" (active) and "old".
 
     A layer's initial adapter is A ~ N(0, 1/rank) and B = 0, drawn from the run seed, or what ``model.init_lora`` holds.
-    Without ``lora.enabled`` there are none.
+    Without ``lora.enabled`` there are none. UsageError for a stage whose solver cannot take the model's sigmas.
     """
     policy: Policy = find_class("model.family", config.model.family, FAMILIES)(config.model, device)
     policy.requires_grad_(False).eval()
+    _check_grids(policy, config)
     if isinstance(policy, DiffusersPolicy):
         if device.type != "meta":
             policy.prepare(config.prompts)
@@ -208,6 +210,15 @@ def load_policy(config: Config, device: torch.device) -> Policy:
         transformer: Any = policy.transformer
         transformer.enable_gradient_checkpointing()
     return policy
+
+
+def _check_grids(policy: Policy, config: Config) -> None:
+    """UsageError unless every stage's solver can take the policy's sigmas."""
+    evaluate = config.evaluate
+    check_grid(policy.sigmas(evaluate.num_steps), evaluate.solver, "evaluate.")
+    for section, stage in (("explore.", config.explore), ("regenerate.", config.regenerate)):
+        if stage.enabled:
+            check_grid(policy.sigmas(stage.num_steps), stage.solver, section)
 
 
 def decode_latents(vae: Any, latents: Tensor) -> Tensor:
