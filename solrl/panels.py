@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from solrl.charts import Series, line_chart, number, sparkline, table
 from solrl.config import Config
-from solrl.gate import rung_of
+from solrl.gate import FEWEST, rung_of, too_low
 from solrl.health import MEANINGS
 from solrl.image_statistics import MEANINGS as STATISTIC_MEANINGS
 from solrl.tracking import Row
@@ -80,17 +80,32 @@ STATISTICS = {
 
 
 def _climbs(config: Config, rows: Sequence[Row]) -> str:
-    """What explore.min_fidelity did to the explorer."""
+    """What explore.min_fidelity did to the explorer, and what it found where there was nothing to be done."""
     if not config.explore.min_fidelity:
         return ""
-    explored, climbs = [row for row in rows if "explore/rung" in row], []
-    for before, row in pairwise(explored):
-        if rung_of(row) > rung_of(before):
-            steps = f"{row['explore/num_steps']:.0f} steps"
-            climbs.append(f"from step {row['step']:.0f} on rung {rung_of(row)} of the ladder, {steps}")
+    explored, texts = [row for row in rows if "explore/rung" in row], []
     limit = f"explore.min_fidelity = {config.explore.min_fidelity:g}"
-    text = f"The explorer climbed, as {limit} says: {'; '.join(climbs)}" if climbs else f"Above {limit} throughout"
-    return f"<p class=note>{text}. Precisions stand in environment.json and in the ledger.</p>"
+    climbs = [
+        f"from step {row['step']:.0f} on rung {rung_of(row)} of the ladder, {row['explore/num_steps']:.0f} steps"
+        for before, row in pairwise(explored)
+        if rung_of(row) > rung_of(before)
+    ]
+    if climbs:
+        texts.append(f"The explorer climbed, as {limit} says: {'; '.join(climbs)}.")
+    found = [(row, interval) for n, row in enumerate(explored, 1) if (interval := too_low(config, explored[:n]))]
+    here = [(row, interval) for row, interval in found if rung_of(row) == rung_of(explored[-1])]
+    if here:
+        step, interval = here[-1][0]["step"], here[-1][1]
+        so = "nothing was explored since" if here[0][0] is explored[-1] else "nothing higher runs here"
+        texts.append(f"After step {step:.0f} the correlation was {interval}, below {limit}, and {so}.")
+    number = len(column(explored, "fidelity/full_spearman"))
+    if not texts and number:
+        texts.append(
+            f"The explorer did not climb: {number} audit{'s' * (number != 1)} did not show the correlation below "
+            f"{limit}, with its whole 95 % interval and over at least {FEWEST} of them."
+        )
+    texts = texts or [f"No group was audited, so {limit} had nothing to go by."]
+    return f"<p class=note>{' '.join(texts)} Precisions stand in environment.json and in the ledger.</p>"
 
 
 def _perfect(name: str, size: int, keep: int) -> float:

@@ -111,10 +111,11 @@ def _header(run_dir: Path, config: Config, environment: Mapping[str, Any], rows:
     gpu, cpu = environment.get("device", "unknown"), environment.get("cpu", "unknown")
     hardware = f"{cpu}, {environment.get('num_cpus', '?')} CPUs" if gpu == "cpu" else gpu
     explore = config.explore
+    trained = f"LoRA rank {config.lora.rank}" if config.lora.enabled else "full fine-tuning"
     without = f"off: plain {config.train.method}"
     explorer = str(environment.get("precision", "not recorded")) if explore.enabled else without
     facts = [
-        ("Model", f"{config.model.path}, {config.model.width} x {config.model.height}, LoRA rank {config.lora.rank}"),
+        ("Model", f"{config.model.path}, {config.model.width} x {config.model.height}, {trained}"),
         ("Trained reward", config.reward.name),
         ("Steps", f"{done} of {config.train.num_steps}"),
         ("Time", _duration(seconds) if rows else "none yet"),

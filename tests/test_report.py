@@ -1,6 +1,7 @@
 """The page holds what was measured, needs nothing from outside, and works at any moment of a run."""
 
 import json
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 
 from solrl.charts import Series, line_chart, number, smoothed, stacked_chart, thinned, ticks
 from solrl.config import Config
+from solrl.gate import too_low
 from solrl.image_statistics import STATISTICS
 from solrl.images import save_grid
+from solrl.panels import fidelity_section
 from solrl.report import write_report
 from solrl.settings import save_config
 from solrl.tracking import Metrics
@@ -257,6 +260,48 @@ def test_a_run_without_exploration_says_that_fidelity_was_not_measured(tmp_path)
     page = read(tmp_path / "run")
     assert "only one of the two stages draws samples" in page.text and "off: plain DiffusionNFT" in page.text
     assert "24 for each of 48 prompts a step" in page.text
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"), [({"rank": 8}, "512 x 512, LoRA rank 8"), ({"enabled": False}, "512 x 512, full fine-tuning")]
+)
+def test_the_page_says_what_is_trained(tmp_path, lora, words):
+    make_run(tmp_path / "run", -1, lora=lora)
+    page = read(tmp_path / "run")
+    assert words in page.text and ("LoRA rank" in page.text) == ("rank" in lora)
+
+
+BELOW = r"After step 9 the correlation was 0\.20 \[[^]]*\], below explore\.min_fidelity = 0\.8, and nothing "
+
+
+@pytest.mark.parametrize(
+    ("correlations", "rungs", "pattern"),
+    [
+        ([], [0] * 9, r"\. No group was audited, so explore\.min_fidelity = 0\.8 had nothing to go by\."),
+        (
+            [0.9] * 9,
+            [0] * 9,
+            r"\. The explorer did not climb: 9 audits did not show the correlation below explore\.min_",
+        ),
+        ([0.2] * 9, [0] * 9, rf"compare\. {BELOW}higher runs here\."),
+        ([0.2] * 9, [0, *[1] * 8], rf"says: from step 2 on rung 1 of the ladder, 4 steps\. {BELOW}higher runs here\."),
+        ([0.9] * 9, [0, *[1] * 8], r"says: from step 2 on rung 1 of the ladder, 4 steps\. Precisions"),
+    ],
+    ids=["no audit", "above", "below at the top", "climbed, and below at the top", "climbed"],
+)
+def test_the_gate_is_reported_as_it_went(correlations, rungs, pattern):
+    rows = [
+        {"step": step, "fidelity/kept_spearman": 0.5, "explore/rung": rung, "explore/num_steps": 2 + 2 * rung}
+        for step, rung in enumerate(rungs, 1)
+    ]
+    for row, correlation in zip(rows, correlations, strict=False):
+        row["fidelity/full_spearman"] = correlation
+    config = Config.model_validate({"explore": {"min_fidelity": 0.8}})
+    assert re.search(pattern, Page(fidelity_section(config, rows)).text)
+    if correlations[:1] == [0.2] and not rungs[-1]:  # as far as the first step that the gate spoke after
+        spoke = next(n for n in range(1, 10) if too_low(config, rows[:n]))
+        text = Page(fidelity_section(config, rows[:spoke])).text
+        assert f"After step {spoke} the correlation" in text and "nothing was explored since." in text
 
 
 def test_damaged_files_are_errors_that_name_them(tmp_path):
