@@ -179,13 +179,16 @@ def test_dpo_by_hand(advantages: tuple[float, float], sign: int) -> None:
     close(gradient, slope * 0.3, 0.0, -slope * 0.4, 0.0)
 
 
-def test_a_pair_without_a_winner_teaches_nothing() -> None:
-    velocity = PAIR["velocity"].clone().requires_grad_()
-    policy, _, prefers = dpo_loss(
+def test_a_pair_without_a_winner_is_held_to_the_reference_and_teaches_nothing_else() -> None:
+    velocity = torch.tensor([[0.5, 0.0], [0.1, 0.2]], requires_grad=True)
+    policy, kl, prefers = dpo_loss(
         velocity, velocity, PAIR["target"], torch.zeros(2), reference_velocity=PAIR["reference_velocity"], beta=10.0
     )
     close(policy, 0.0, 0.0)
     close(prefers, 0.0, 0.0)
+    close(kl, 0.1**2 / 2, (0.1**2 + 0.2**2) / 2)  # each sample's own
+    (pull,) = torch.autograd.grad(kl.sum(), velocity, retain_graph=True)
+    close(pull, 0.1, 0.0, 0.1, 0.2)  # v - v_reference
     (gradient,) = torch.autograd.grad(policy.sum(), velocity)
     assert not gradient.any()
 

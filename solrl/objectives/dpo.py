@@ -1,7 +1,8 @@
 """Online DPO: Diffusion-DPO (arXiv 2311.12908) in flow-matching form on the best and the worst of each pool.
 
 With ``regenerate.group_size`` = 2 the two kept candidates of a group are its pair. Which one wins is decided by their
-final rewards; two equal rewards, or a missing one, teach nothing. Both are noised alike.
+final rewards; where those are equal, or one is missing, nothing is preferred, and only the KL term, if
+``train.kl_weight`` asks for it, holds the policy to the adapter-free model there as everywhere. Both are noised alike.
 """
 
 from __future__ import annotations
@@ -58,11 +59,12 @@ def dpo_loss(
     reference_velocity: Tensor,
     beta: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One loss per sample, equal within a pair: (policy, kl, whether the winner is preferred), [B] float32 each.
+    """(policy, kl, whether the winner is preferred), [B] float32 each; the first and the last are equal within a pair.
 
     velocities and ``target`` = noise - clean are [B, ...], rows 2i and 2i + 1 a pair whose winner has the higher of the
-    ``advantages`` [B]; where they are equal all three are 0. policy = -log sigmoid(-beta/2 (d_winner - d_loser)),
-    d = mean((v - target)^2) - mean((v_reference - target)^2); kl = mean((v - v_reference)^2).
+    ``advantages`` [B]; where they are equal nobody wins, and the first and the last are 0.
+    policy = -log sigmoid(-beta/2 (d_winner - d_loser)), d = mean((v - target)^2) - mean((v_reference - target)^2);
+    kl = mean((v - v_reference)^2) of each sample, whatever its advantage.
     """
     gain = velocity_distance(velocity, target) - velocity_distance(reference_velocity, target)
     sign = (advantages[::2] - advantages[1::2]).sign()
