@@ -393,6 +393,7 @@ class Config(Section):
                 "explore.min_fidelity needs both stages, output.audit_every_steps > 0 and explore.group_size > 3"
             )
         self._decoder_and_compile()
+        self._without_effect()
         if self.reward.process == "shifting" and self.runtime.mode == "colocated":
             raise ValueError(
                 "reward.process = shifting needs a runtime.mode in which roles shift: set that to shiftable, or this "
@@ -440,6 +441,19 @@ class Config(Section):
             raise ValueError(f"explore.{name} needs regenerate.enabled: what is trained on is drawn in full")
         if self.compile == "max-autotune-no-cudagraphs" and self.deterministic:
             raise ValueError("compile = max-autotune-no-cudagraphs picks kernels by timing: set deterministic = false")
+
+    def _without_effect(self) -> None:
+        train, regenerate = self.train, self.regenerate
+        if train.early_stop != "off" and not self.evaluate.every_steps:
+            raise ValueError(
+                f"train.early_stop = {train.early_stop} ends a run at an evaluation, and with evaluate.every_steps = 0 "
+                "there is none before the last step: set that, or leave early_stop off"
+            )
+        if regenerate.selection != "best_worst" and not self.explore.enabled:
+            raise ValueError(
+                f"regenerate.selection = {regenerate.selection} picks among explored candidates, and explore.enabled "
+                "is false: leave out one of them"
+            )
 
     @property
     def pool_size(self) -> int:

@@ -181,6 +181,14 @@ def test_a_mistake_says_whether_the_file_or_an_override_made_it(tmp_path: Path) 
         ({"batch.train": 7}, ["batch.train (7)", "batch.rollout"]),
         ({"explore.enabled": False, "regenerate.enabled": False}, ["explore.enabled", "regenerate.enabled"]),
         ({"train.timestep_fraction": 0.01}, ["train.timestep_fraction", "0.01"]),
+        (
+            {"train.early_stop": "broken", "evaluate.every_steps": 0},
+            ["train.early_stop = broken", "evaluate.every_steps"],
+        ),
+        (
+            {"regenerate.selection": "random", "explore.enabled": False},
+            ["selection = random", "explore.enabled is false"],
+        ),
     ],
 )
 def test_an_impossible_value_is_named_in_one_line(overrides: dict[str, object], words: list[str]) -> None:

@@ -21,7 +21,7 @@ Rows = list[dict[str, float]]
 
 
 def config(**sections: Any) -> Config:
-    usual = {"train": {"num_steps": 40, "learning_rate": 3e-4}, "evaluate": {"num_prompts": 64}}
+    usual = {"train": {"num_steps": 40, "learning_rate": 3e-4}, "evaluate": {"num_prompts": 64, "every_steps": 8}}
     return tiny_config(**(usual | sections))
 
 
