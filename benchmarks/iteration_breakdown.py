@@ -82,9 +82,15 @@ def settings(config: Config) -> dict[str, Config]:
 
 
 def measure(name: str, config: Config, world: World, num_steps: int) -> Arm:
-    """Mean seconds of steps 2 .. num_steps + 1 without audits: wall time on a GPU, processor time on a CPU."""
+    """Mean seconds of steps of a fresh session without audits."""
     session = open_session(_changed(config, {"output": {"audit_every_steps": 0}}), world, lambda: None)
-    on_gpu = world.device.type == "cuda"
+    return Arm(name, _label(session), step_seconds(session, num_steps))
+
+
+def step_seconds(session: Session, num_steps: int) -> dict[str, float]:
+    """Means of steps 2 .. num_steps + 1, as ``Arm.seconds``: wall time on a GPU, processor time on a CPU."""
+    device = session.world.device
+    on_gpu = device.type == "cuda"
     now = time.perf_counter if on_gpu else time.process_time
     meter, steps = Meter(now), list[dict[str, float]]()
     meter.synchronize = torch.cuda.synchronize if on_gpu else None
@@ -93,13 +99,12 @@ def measure(name: str, config: Config, world: World, num_steps: int) -> Arm:
             stack.enter_context(meter.watch(policy, "decode", "decode"))
         for step in range(1, num_steps + 2):
             meter.seconds.clear()
-            clock = Stopwatch(world.device, now)
+            clock = Stopwatch(device, now)
             run_step(session, step, clock)
             timed = {key.removeprefix("time/").removesuffix("_s"): value for key, value in clock.metrics().items()}
             steps.append(timed | meter.seconds)
     keys = (*PHASES, "decode", "total")
-    seconds = {key: mean(step.get(key, 0.0) for step in steps[1:]) for key in keys}
-    return Arm(name, _label(session), seconds)
+    return {key: mean(step.get(key, 0.0) for step in steps[1:]) for key in keys}
 
 
 def report(config: Config, arms: Sequence[Arm], num_steps: int, known: dict[str, Any]) -> str:

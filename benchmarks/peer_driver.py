@@ -88,8 +88,12 @@ class Steps:
 
     def count(self, _: Any, __: Any, output: Any) -> None:
         """A forward pass of the transformer."""
-        kind = "with gradient" if torch.is_grad_enabled() else "without"
-        self.now[f"{self.phase}, {kind}"] += len(output[0])
+        self.now[pass_name(self.phase)] += len(output[0])
+
+
+def pass_name(part: str) -> str:
+    """What samples that pass through the transformer now, in ``part`` of a step, are counted as on both sides."""
+    return f"{part}, {'with' if torch.is_grad_enabled() else 'without'} gradient"
 
 
 def main(checkout: Path, geometry: dict[str, Any], result: Path) -> None:

@@ -1,8 +1,8 @@
 """An optimizer step and a rollout of DiffusionNFT: solrl and the paper's own code, in turn, at equal geometry.
 
 The other side is a checkout of github.com/NVlabs/DiffusionNFT, whose script trains SD3.5. Both sides draw with one
-solver and one grid, in micro-batches of equal size, and must pass as many samples through the transformer, counted, or
-nothing is reported. Scoring is left out. docs/peer_speed.md says how to read the numbers.
+solver and one grid, in micro-batches of equal size. Samples that pass through either transformer are counted, and where
+the two counts differ nothing is reported. Scoring is left out. docs/peer_speed.md says how to read the numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +24,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import facts, hardware, parse, parser, table, whole_number, write_json
-from benchmarks.iteration_breakdown import measure
+from benchmarks.iteration_breakdown import step_seconds
+from benchmarks.peer_driver import pass_name
 from solrl.config import Config
 from solrl.distributed import World, start
 from solrl.errors import SolrlError, UsageError
@@ -30,11 +33,30 @@ from solrl.intervals import interval
 from solrl.models.loading import compute_dtype, model_source
 from solrl.models.sd3 import SD3Policy
 from solrl.prompts import load_prompts
+from solrl.session import open_session
 from solrl.settings import load_config
 
 SOLVERS = {"euler": "flow", "dpm2": "dpm2"}
 """solrl's name -> theirs."""
 PARTS = ("rollout", "update")
+FIXED: dict[str, Any] = {
+    "compile": "off",
+    "model.cfg_scale": 1.0,
+    "model.gradient_checkpointing": False,
+    "model.init_lora": None,
+    "lora.enabled": True,
+    "lora.rank": 32,
+    "lora.alpha": 64.0,
+    "lora.targets": SD3Policy.lora_targets,
+    "explore.enabled": False,
+    "regenerate.enabled": True,
+    "train.objective": "nft",
+    "train.old_from_rollout": False,
+    "runtime.staleness": 0,
+}
+"""What the other script has written into it, or has not at all, in solrl's settings."""
+PRESET = ("compile", "lora.targets", "explore.enabled")
+"""Those of them that a configuration file need not have: they are put over it."""
 DRIVER = Path(__file__).with_name("peer_driver.py")
 
 
@@ -47,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     options_of.add_argument("--rounds", type=whole_number, default=5, help="turns of each side (5)")
     options_of.add_argument("--steps", type=whole_number, default=1, help="timed steps of a turn (1)")
     options = parse(options_of, argv)
-    config = same_on_both_sides(load_config(options.config, options.overrides))
+    config = same_on_both_sides(load(options.config, options.overrides))
     if not (options.checkout / "scripts" / "train_nft_sd3.py").is_file():
         raise UsageError(
             f"{options.checkout} holds no scripts/train_nft_sd3.py: git clone github.com/NVlabs/DiffusionNFT"
@@ -57,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
         for number in range(1, options.rounds + 1):
             here = ours(config, world, options.steps)
             there = theirs(options.checkout.resolve(), config, world, options.steps)
+            require_equal_counts(here, there)
             rounds.append({"solrl": here, "DiffusionNFT": there})
             print(f"round {number} of {options.rounds}", file=sys.stderr)
         known = facts(world.device)
@@ -67,40 +90,58 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def load(name_or_path: str, overrides: Mapping[str, Any]) -> Config:
+    """The settings with ``PRESET`` and then ``overrides`` put over them."""
+    return load_config(name_or_path, {name: FIXED[name] for name in PRESET} | dict(overrides))
+
+
 def same_on_both_sides(config: Config) -> Config:
-    """``config`` with what is fixed in the other script."""
+    """``config`` in the other script's micro-batches. Raises UsageError where only one side can do as it says."""
     if config.model.family != "sd3":
         raise UsageError(
             f"the other side trains SD3.5 and {config.model.path} is {config.model.family}: --config tiny_sd3"
         )
-    if config.train.objective != "nft" or not config.train.kl_weight or config.model.gradient_checkpointing:
-        raise UsageError(
-            "the other side trains DiffusionNFT with a reference model and without gradient checkpointing: set "
-            "train.objective = nft, train.kl_weight above 0, model.gradient_checkpointing = false"
-        )
+    needed = [f"{name} = {_words(value)}" for name, value in FIXED.items() if attrgetter(name)(config) != value]
+    if not config.train.kl_weight:
+        needed.append("train.kl_weight above 0")
+    if not (config.train.old_decay_rate and config.train.old_decay_cap):
+        needed.append("train.old_decay_rate and train.old_decay_cap above 0")
+    if config.model.width != config.model.height:
+        needed.append(f"model.width = {config.model.height}, as model.height")
+    if needed:
+        raise UsageError(f"the other side can do nothing else: set {', '.join(needed)}")
     batch, group, samples = config.batch.train, config.regenerate.group_size, _num_samples(config)
     if batch % group or samples % batch:
         raise UsageError(
             f"batch.train ({batch}) must be a multiple of regenerate.group_size ({group}) and divide the {samples} "
             "samples of a step"
         )
-    changes: dict[str, dict[str, Any]] = {
-        "lora": {"targets": SD3Policy.lora_targets},
-        "explore": {"enabled": False},
-        "batch": {"rollout": batch},
-    }
-    return config.model_copy(update={name: getattr(config, name).model_copy(update=section)
-                                     for name, section in changes.items()})  # fmt: skip
+    micro_batches = config.batch.model_copy(update={"rollout": batch, "decode": batch})
+    return config.model_copy(update={"batch": micro_batches})
 
 
 def ours(config: Config, world: World, num_steps: int) -> dict[str, float]:
-    """Mean seconds of a step after one to warm up."""
-    seconds = measure("solrl", config, world, num_steps).seconds
-    return {"rollout": seconds["regenerate"], "update": seconds["update"]}
+    """Mean seconds of a step after one to warm up, and the samples that a step passed through the transformers."""
+    session = open_session(config, world, lambda: None)
+    passed: dict[str, float] = defaultdict(float)
+    for part, policy in (("rollout", session.rollout_policy), ("update", session.policy)):
+        policy.transformer.register_forward_hook(counter(passed, part))
+    seconds = step_seconds(session, num_steps)
+    a_step = {name: samples / (num_steps + 1) for name, samples in passed.items()}
+    return {"rollout": seconds["regenerate"], "update": seconds["update"]} | a_step
+
+
+def counter(passed: dict[str, float], part: str) -> Callable[..., None]:
+    """A forward hook that adds the samples of each call to ``passed``."""
+
+    def count(_: Any, __: Any, output: Any) -> None:
+        passed[pass_name(part)] += len(output[0])
+
+    return count
 
 
 def theirs(checkout: Path, config: Config, world: World, num_steps: int) -> dict[str, float]:
-    """The same of the other side, in a process of its own. Raises SolrlError where it fails or counts otherwise."""
+    """The same of the other side, in a process of its own. Raises SolrlError where it fails."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for split in ("train", "test"):
@@ -121,8 +162,7 @@ def theirs(checkout: Path, config: Config, world: World, num_steps: int) -> dict
             last = (ended.stderr.strip().splitlines() or ["no output"])[-1]
             raise SolrlError(f"the other side failed: {last} (it needs pip install absl-py ml_collections wandb)")
         steps = json.loads((folder / "result.json").read_text())[1:]
-    require_equal_counts(config, steps[0])
-    return {part: sum(step[part] for step in steps) / len(steps) for part in PARTS}
+    return {name: sum(step.get(name, 0.0) for step in steps) / len(steps) for name in sorted(set().union(*steps))}
 
 
 def geometry(config: Config, folder: Path, dtype: torch.dtype, num_epochs: int) -> dict[str, dict[str, Any]]:
@@ -144,19 +184,16 @@ def geometry(config: Config, folder: Path, dtype: torch.dtype, num_epochs: int) 
     }  # fmt: skip
 
 
-def require_equal_counts(config: Config, step: dict[str, float]) -> None:
-    """Raise SolrlError unless both sides pass as many samples through the transformer."""
-    samples = _num_samples(config)
-    trained = samples * config.num_train_timesteps
-    expected = {
-        "rollout, without": samples * config.regenerate.num_steps,
-        "update, without": trained * (1 + (not config.train.is_on_policy)),
-        "update, with gradient": trained,
-    }
-    counted = {name: int(step.get(name, 0)) for name in expected}
-    if counted != expected:
-        raise SolrlError(f"the two sides do not compute the same: samples through the transformer {counted} there, "
-                         f"{expected} here")  # fmt: skip
+def counts(side: Mapping[str, float]) -> dict[str, float]:
+    """The samples that a step of one side passed through its transformer, by part and gradient."""
+    return {name: side[name] for name in sorted(side) if name not in PARTS}
+
+
+def require_equal_counts(here: Mapping[str, float], there: Mapping[str, float]) -> None:
+    """Raise SolrlError unless both sides passed as many samples through the transformer."""
+    if not counts(here) or counts(here) != counts(there):
+        raise SolrlError(f"the two sides do not compute the same: a step passed samples through the transformer "
+                         f"{counts(there)} there, {counts(here)} here")  # fmt: skip
 
 
 def report(config: Config, rounds: Sequence[dict[str, dict[str, float]]], known: dict[str, Any]) -> str:
@@ -175,6 +212,8 @@ def report(config: Config, rounds: Sequence[dict[str, dict[str, float]]], known:
         f"micro-batches of {config.batch.train}",
         hardware(known),
         f"{'wall' if known['cuda'] else 'processor'} seconds, medians of {len(rounds)} turns; equal counts of samples",
+        "samples through the transformer in a step, counted on both sides:",
+        "; ".join(f"{name}: {samples:.0f}" for name, samples in counts(rounds[0]["solrl"]).items()),
         "",
         table(["", "solrl", "DiffusionNFT", "ratio, 95 % interval"], rows),
     ])  # fmt: skip
@@ -182,3 +221,8 @@ def report(config: Config, rounds: Sequence[dict[str, dict[str, float]]], known:
 
 def _num_samples(config: Config) -> int:
     return config.prompts.per_step * config.regenerate.group_size
+
+
+def _words(value: Any) -> str:
+    """As it is written after a flag."""
+    return " ".join(value) if isinstance(value, tuple) else str(value).lower()

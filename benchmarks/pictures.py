@@ -2,6 +2,7 @@
 
 The images are those of the runs' own evaluations (`RUN/samples`), the first row those before training. No run is picked
 by its images and no seed either: every prompt of the grid is shown with its first seed, unless --image says another.
+Runs whose settings draw or score other images from equal weights are refused.
 """
 
 from __future__ import annotations
@@ -9,15 +10,25 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 
 from PIL import Image
 
 from benchmarks.common import parser, pyplot, save_figure, table, whole_number
+from solrl.config import Config
 from solrl.errors import UsageError
 from solrl.images import load_grid
 from solrl.settings import load_config
+
+SHARED = (
+    *("reward.name", "reward.options"),
+    *("model.family", "model.path", "model.revision", "model.height", "model.width", "model.max_text_tokens"),
+    *("model.guidance", "model.cfg_scale", "model.init_lora"),
+    *("evaluate.seed", "evaluate.num_steps", "evaluate.solver"),
+)
+"""What equal weights draw, and the number below it, depend on; not on how many images a prompt was given."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,7 @@ def read(named: Sequence[str], image: int) -> tuple[list[str], list[Row], str]:
     """(prompts, the rows with the one before training first, the reward's name)."""
     rows: list[Row] = []
     prompts: list[str] = []
+    first: tuple[str, Config] | None = None
     for word in named:
         label, sign, folder = word.partition("=")
         if not sign:
@@ -58,6 +70,8 @@ def read(named: Sequence[str], image: int) -> tuple[list[str], list[Row], str]:
                 f"{folder}/samples holds {len(paths)} image grids: one before training and one after needed"
             )
         config = load_config(Path(folder))
+        first = first or (folder, config)
+        require_shared(first, (folder, config))
         for name, path in ((f"{config.model.path}, before", paths[0]), (label, paths[-1])):
             grid = load_grid(path)
             if image >= len(grid.images[0]):
@@ -70,6 +84,15 @@ def read(named: Sequence[str], image: int) -> tuple[list[str], list[Row], str]:
                 values = [float("nan") if row[image] is None else float(row[image] or 0.0) for row in grid.rewards]
                 rows.append(Row(name, [row[image] for row in grid.images], values))
     return prompts, rows, config.reward.name
+
+
+def require_shared(one: tuple[str, Config], other: tuple[str, Config]) -> None:
+    """Raise UsageError where two runs (folder, settings) differ in ``SHARED``."""
+    for name in SHARED:
+        here, there = (attrgetter(name)(config) for _, config in (one, other))
+        if here != there:
+            raise UsageError(f"{name} is {here} in {one[0]} and {there} in {other[0]}: draw a picture for each, or "
+                             "compare runs in which it is equal")  # fmt: skip
 
 
 def draw(prompts: Sequence[str], rows: Sequence[Row], path: Path) -> None:

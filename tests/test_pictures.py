@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,10 @@ PROMPTS = ["a red circle", "a blue square left of a green cross"]
 COLOURS = {"base": (0, 0, 255), "plain": (255, 0, 0), "explored": (0, 255, 0)}
 
 
-def a_run(folder: Path, colour: str, prompts: list[str] | None = None) -> Path:
+def a_run(folder: Path, colour: str, prompts: list[str] | None = None, **sections: dict[str, Any]) -> Path:
     """The grids of a run that ends with plain ``colour``; the second image of a prompt is black."""
     folder.mkdir()
-    save_config(tiny_config(), folder / "config.toml")
+    save_config(tiny_config(**sections), folder / "config.toml")
     for step, shown in ((0, "base"), (8, colour)):
         pixels = torch.tensor(COLOURS[shown]).div(255).view(3, 1, 1).expand(3, 8, 8)
         images = torch.stack([pixels, torch.zeros_like(pixels)]).expand(2, -1, -1, -1, -1)
@@ -57,3 +58,35 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path, capsys: pytest
     ):
         assert main(["pictures", *words, "--png", str(tmp_path / "out.png")]) == 2
         assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "usual"),
+    [
+        ("reward.name", "clip_score", "shapes"),
+        ("reward.options", {"grid": 2}, {}),
+        ("model.path", "elsewhere", "tiny_flux"),
+        ("model.height", 64, 32),
+        ("model.width", 64, 32),
+        ("model.guidance", 3.5, 1.0),
+        ("evaluate.seed", 7, 1234),
+        ("evaluate.num_steps", 4, 2),
+        ("evaluate.solver", "dpm2", "euler"),
+    ],
+)
+def test_runs_that_draw_or_score_in_other_ways_make_no_picture(
+    setting: str, value: Any, usual: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section, name = setting.split(".")
+    run, other = a_run(tmp_path / "run", "plain"), a_run(tmp_path / "other", "plain", **{section: {name: value}})
+    png = tmp_path / "out.png"
+    assert main(["pictures", f"a={run}", f"b={other}", "--png", str(png)]) == 2
+    error = capsys.readouterr().err
+    assert f"{setting} is {usual} in {run} and {value} in {other}: " in error
+    assert error.count("\n") == 1 and not png.exists()
+
+
+def test_runs_may_train_in_other_ways(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", "plain")
+    other = a_run(tmp_path / "other", "explored", explore={"enabled": False}, evaluate={"images_per_prompt": 4})
+    assert len(pictures.read([f"one={run}", f"two={other}"], image=0)[1]) == 3
