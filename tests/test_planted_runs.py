@@ -16,11 +16,11 @@ from tests.parts import tiny_config
 DATA = Path(__file__).parent / "data" / "verdict"
 
 
-def recorded(name: str, reward: str, at: int | None = None) -> Verdict:
+def recorded(name: str, reward: str, at: int | None = None, prompts: int = 64) -> Verdict:
     """The verdict after step ``at`` of a run whose metrics are kept."""
     rows = [row for row in read_metrics(DATA / f"{name}.jsonl") if at is None or row["step"] <= at]
     settings = {"learning_rate": 3e-4, "num_steps": 16}
-    return judge(tiny_config(reward={"name": reward}, train=settings), rows)
+    return judge(tiny_config(reward={"name": reward}, train=settings, evaluate={"num_prompts": prompts}), rows)
 
 
 @pytest.mark.parametrize("name", ["healthy_1", "healthy_2"])
@@ -32,11 +32,11 @@ def test_the_demo_is_healthy_and_never_looks_otherwise_on_its_way(name: str) -> 
 
 
 def test_a_reward_that_is_exploited_is_seen_at_the_first_evaluation() -> None:
-    early = recorded("exploited", "tests.parts:Darkness", at=4)
+    early = recorded("exploited", "tests.parts:Darkness", at=4, prompts=24)
     assert early.line.startswith(
         "suspicious: shapes 0.275 -> 0.084 (-4.4 standard errors), which is not trained on: the rew"
     )
-    late = recorded("exploited", "tests.parts:Darkness")
+    late = recorded("exploited", "tests.parts:Darkness", prompts=24)
     assert late.kind == "broken" and "images' brightness 0.899 -> 0.557 (-16.1 times its spread before)" in late.line
     for watched in ("clip_score 0.529 -> -0.036 (-10.6", "shapes 0.275 -> 0.006 (-7.5"):
         assert f"{watched} standard errors), which is not trained on: the reward may be exploited" in late.line
@@ -44,7 +44,7 @@ def test_a_reward_that_is_exploited_is_seen_at_the_first_evaluation() -> None:
 
 
 def test_images_that_become_noise_are_broken_although_their_reward_rises() -> None:
-    found = recorded("noise", "tests.parts:Graininess")
+    found = recorded("noise", "tests.parts:Graininess", prompts=24)
     assert found.kind == "broken" and "held-out tests.parts:Graininess" in found.further[0]
     assert "images' sharpness" in found.line and "images' edge density" in found.line
 
@@ -89,7 +89,7 @@ def test_a_rate_far_too_high_is_broken_by_reward_and_images(tmp_path: Path) -> N
     """A few updates throw the policy so far that its images are noise, and soon all of them score 0."""
     found = outcome(
         tmp_path / "run", prompts={"per_step": 1}, train={"num_steps": 11, "learning_rate": 2e-2, "kl_weight": 0.0},
-        evaluate={"num_prompts": 6}, output={"audit_every_steps": 0, "checkpoint_every_steps": 20},
+        evaluate={"num_prompts": 16}, output={"audit_every_steps": 0, "checkpoint_every_steps": 20},
     )  # fmt: skip
     assert found.kind == "broken" and "worse than before training" in found.line
     assert "images' sharpness" in found.line and "all scores are equal in" in found.line
